@@ -1,0 +1,1 @@
+"""Natural language: BERT, its text preprocessing and the tasks it is used for."""

@@ -1,0 +1,324 @@
+"""BERT, the bidirectional Transformer encoder, with the head of one task.
+
+Papers:
+    Devlin, Chang, Lee, Toutanova 2018, "BERT: pre-training of deep bidirectional transformers for
+    language understanding", https://arxiv.org/abs/1810.04805; Reimers, Gurevych 2019 (sentence
+    embeddings), https://arxiv.org/abs/1908.10084.
+
+Differs from the papers:
+    * Padding does not exist. Positions count the tokens that are attended to, the others are never
+      read, and the first token is found by the mask: a row alone equals the same row in any batch,
+      padded on either side.
+    * Weights start from a normal distribution, not from a truncated one.
+    * There is no head for next-sentence prediction; published tensors of it are dropped.
+    * Sentence embeddings have unit length.
+
+State-dict keys and outputs are those of Hugging Face transformers 5.24.
+
+Cards: all-minilm-l6-v2, bert-base-uncased, bert-large-uncased.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zoo.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """Architecture of a `Bert`; the defaults are BERT-base."""
+
+    vocab_size: int = 30522
+    embed_dim: int = 768  # H in the paper
+    num_layers: int = 12  # L
+    num_heads: int = 12  # A
+    mlp_dim: int = 3072  # 4H
+    max_length: int = 512  # tokens of a row that are attended to
+    type_vocab_size: int = 2  # segments A and B
+    norm_eps: float = 1e-12
+    dropout: float = 0.1  # of hidden states and of attention weights
+    pad_id: int = 0
+    task: Literal["sentence-embedding", "text-classification", "fill-mask"] = "fill-mask"
+    num_classes: int = 2  # text-classification only
+    pooling: Literal["mean", "cls"] = "mean"  # sentence-embedding only
+    gradient_checkpointing: bool = False  # in training: less memory, one more forward pass
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "max_length")
+        for name in (*sizes, "type_vocab_size", "num_classes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it takes at least 1")
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                f"embed_dim is {self.embed_dim}, which {self.num_heads} heads do not divide; "
+                "choose num_heads among its divisors"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout is {self.dropout}; it takes a number in [0, 1)")
+        if not 0 <= self.pad_id < self.vocab_size:
+            raise ConfigError(
+                f"pad_id is {self.pad_id}; it takes an id below the vocabulary's {self.vocab_size}"
+            )
+
+
+class Embeddings(nn.Module):
+    """Sum of word, position and segment embeddings, normalised (figure 2)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        dim = config.embed_dim
+        self.word_embeddings = nn.Embedding(config.vocab_size, dim, padding_idx=config.pad_id)
+        self.position_embeddings = nn.Embedding(config.max_length, dim)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, dim)
+        self.LayerNorm = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        positions: Int[Tensor, "batch tokens"],
+        token_type_ids: Int[Tensor, "batch tokens"],
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """First hidden states."""
+        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(x + self.position_embeddings(positions)))
+
+
+class SelfAttention(nn.Module):
+    """Multi-head scaled dot-product attention without its output projection."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.query = nn.Linear(config.embed_dim, config.embed_dim)
+        self.key = nn.Linear(config.embed_dim, config.embed_dim)
+        self.value = nn.Linear(config.embed_dim, config.embed_dim)
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Values averaged by the match of their keys with each query."""
+        query, key, value = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # batch heads tokens dim
+            for project in (self.query, self.key, self.value)
+        )
+        # A row without any token to attend to gets zeros, not the NaN of softmax over nothing.
+        x = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
+        )
+        return x.transpose(1, 2).flatten(2)
+
+
+class AddNorm(nn.Module):
+    """Projection, dropout, residual connection and layer norm: `LayerNorm(x + Sublayer(x))`."""
+
+    def __init__(self, in_dim: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_dim, config.embed_dim)
+        self.LayerNorm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, y: Float[Tensor, "batch tokens in_dim"], x: Float[Tensor, "batch tokens dim"]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """`y` projected and added to `x`, normalised."""
+        return self.LayerNorm(x + self.dropout(self.dense(y)))
+
+
+class Layer(nn.Module):
+    """One Transformer block: self-attention, then a two-layer perceptron (post-norm)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        dim = config.embed_dim
+        self.attention = nn.ModuleDict(
+            {"self": SelfAttention(config), "output": AddNorm(dim, config)}
+        )
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(dim, config.mlp_dim)})
+        self.output = AddNorm(config.mlp_dim, config)
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Hidden states after this block."""
+        x = self.attention["output"](self.attention["self"](x, mask), x)
+        # The exact gelu, by erf: the tanh form is off by up to 5e-4.
+        return self.output(F.gelu(self.intermediate["dense"](x)), x)
+
+
+class MaskedLanguageHead(nn.Module):
+    """Scores of every word at every position; the output matrix is the word embedding."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.transform = nn.ModuleDict(
+            {
+                "dense": nn.Linear(config.embed_dim, config.embed_dim),
+                "LayerNorm": nn.LayerNorm(config.embed_dim, eps=config.norm_eps),
+            }
+        )
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens dim"], words: Float[Tensor, "vocab dim"]
+    ) -> Float[Tensor, "batch tokens vocab"]:
+        """Logits over the vocabulary."""
+        x = self.transform["LayerNorm"](F.gelu(self.transform["dense"](x)))
+        return F.linear(x, words, self.bias)
+
+
+class Bert(nn.Module):
+    """BERT with the head of `config.task`."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.bert = nn.ModuleDict(
+            {"embeddings": Embeddings(config), "encoder": nn.ModuleDict({"layer": layers})}
+        )
+        if config.task == "text-classification":
+            dense = nn.Linear(config.embed_dim, config.embed_dim)
+            self.bert["pooler"] = nn.ModuleDict({"dense": dense})
+            self.dropout = nn.Dropout(config.dropout)
+            self.classifier = nn.Linear(config.embed_dim, config.num_classes)
+        elif config.task == "fill-mask":
+            self.cls = nn.ModuleDict({"predictions": MaskedLanguageHead(config)})
+        self.apply(self.init_weights)
+
+    @staticmethod
+    def init_weights(module: nn.Module) -> None:
+        """Initialise one module: weights normal(0, 0.02), biases and the padding word zero.
+
+        Source: appendix A.2; google-research/bert, `modeling.py`.
+        """
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        if isinstance(module, nn.Linear | nn.LayerNorm | MaskedLanguageHead):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight.detach()[module.padding_idx])
+
+    def features(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch tokens"] | Bool[Tensor, "batch tokens"] | None = None,
+        token_type_ids: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Last hidden states; zero at tokens that are not attended to.
+
+        Args:
+            input_ids: Ids of the vocabulary; those that are not attended to may be anything.
+            attention_mask: True or 1 = attend; without it, everything but `config.pad_id`.
+            token_type_ids: Segment of each token; 0 without it.
+
+        Raises:
+            DataError: A row is longer than `config.max_length`, or an id is not in the vocabulary.
+        """
+        mask = self._mask(input_ids, attention_mask)
+        self._check(input_ids, mask)
+        input_ids = torch.where(mask, input_ids, self.config.pad_id)
+        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids * mask
+        x = self.bert["embeddings"](input_ids, _positions(mask), segments)
+        # One row of the mask a query: with a single row for all, ONNX's Attention does not run.
+        attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+        recompute = self.config.gradient_checkpointing and self.training
+        for layer in self.bert["encoder"]["layer"]:
+            x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
+        return torch.where(mask[..., None], x, 0)  # what attention gives to nothing differs by backend
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch tokens"] | Bool[Tensor, "batch tokens"] | None = None,
+        token_type_ids: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, "batch ..."]:
+        """Answers of the task; arguments and errors are those of `features`.
+
+        Returns:
+            sentence-embedding: vectors of unit length (batch, dim), zero for a row without tokens.
+            text-classification: logits (batch, classes). fill-mask: logits (batch, tokens, vocab).
+        """
+        x = self.features(input_ids, attention_mask, token_type_ids)
+        if self.config.task == "fill-mask":
+            words = self.bert["embeddings"].word_embeddings.weight
+            return self.cls["predictions"](x, words)
+        mask = self._mask(input_ids, attention_mask)
+        first = mask & (_positions(mask) == 0)
+        if self.config.task == "text-classification":
+            x = torch.tanh(self.bert["pooler"]["dense"](_mean(x, first)))
+            return self.classifier(self.dropout(x))
+        x = _mean(x, mask if self.config.pooling == "mean" else first)
+        return F.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
+
+    def convert_keys(self, names: Iterable[str]) -> dict[str, str | None]:
+        """This model's name of every stored tensor, or None for one that the task does not need.
+
+        Knows every form in which BERT is published: with or without the prefix ``bert.``, layer
+        norms named weight/bias or gamma/beta, with position ids, pretraining heads, and copies of
+        the tied output matrix and bias. A name of no known form stands for itself.
+        """
+        names, own = list(names), set(self.state_dict())
+        bare = not any(name.startswith("bert.") for name in names)
+        found: dict[str, str | None] = {name: name for name in names}
+        taken = own & found.keys()
+        for name in (n for n in names if n not in own):
+            new = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+            new = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", new)
+            if bare:
+                new = re.sub(r"^(?=(embeddings|encoder|pooler)\.)", "bert.", new)
+            if new in own and new not in taken:
+                found[name] = new
+                taken.add(new)
+            elif new not in own and OPTIONAL.fullmatch(new):
+                found[name] = None
+        return found
+
+    def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return input_ids != self.config.pad_id if attention_mask is None else attention_mask != 0
+
+    def _check(self, input_ids: Tensor, mask: Tensor) -> None:
+        """Explain what would be a bare index error, or a crash of the whole process on a GPU."""
+        if torch.compiler.is_compiling() or not mask.any():
+            return
+        longest, limit = int(mask.sum(1).max()), self.config.max_length
+        if longest > limit:
+            raise DataError(f"a row has {longest} tokens; the model takes at most {limit}, cut it")
+        low, high = (int(bound) for bound in input_ids[mask].aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is not in the vocabulary of "
+                f"{self.config.vocab_size}; use the tokenizer that belongs to these weights"
+            )
+
+
+# Tensors of published files that a task may do without: what pretraining needed, and copies.
+OPTIONAL = re.compile(
+    r"bert\.embeddings\.position_ids|bert\.pooler\.dense\.(weight|bias)"
+    r"|cls\.predictions\.(bias|decoder\.(weight|bias)|transform\.(dense|LayerNorm)\.(weight|bias))"
+    r"|cls\.seq_relationship\.(weight|bias)"
+)
+
+
+def _positions(mask: Bool[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
+    """Index of each token among those of its row that are attended to."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _mean(
+    x: Float[Tensor, "batch tokens dim"], chosen: Bool[Tensor, "batch tokens"]
+) -> Float[Tensor, "batch dim"]:
+    """Mean of the chosen tokens, zero where there are none."""
+    return (x * chosen[..., None]).sum(1) / chosen.sum(1, keepdim=True).clamp(min=1)

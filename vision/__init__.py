@@ -1,0 +1,1 @@
+"""Vision: image classification and 3D segmentation."""

@@ -1,0 +1,97 @@
+"""What the convolutional families share: frozen norms, gradient checkpointing, other input channels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from zoo.errors import DataError
+
+
+def check_images(image: Tensor, stem: nn.Conv2d) -> None:
+    """Refuse what is no batch of images for this stem, in words; it adds nothing to an exported graph.
+
+    Raises:
+        DataError: The tensor has other axes, other channels, or holds integers.
+    """
+    if image.ndim != 4:
+        raise DataError(
+            f"the image has shape {tuple(image.shape)}; the model takes (batch, channels, height, "
+            "width): one image becomes a batch with image[None]"
+        )
+    if image.shape[1] != stem.in_channels:
+        raise DataError(
+            f"the image has {image.shape[1]} channels and the model takes {stem.in_channels}; "
+            f"zoo.load(..., in_channels={image.shape[1]}) gives one that fits"
+        )
+    if not image.is_floating_point():
+        raise DataError(
+            f"the image is {str(image.dtype).removeprefix('torch.')}; the model takes normalised "
+            "floats, as zoo.preprocess(name) makes them"
+        )
+
+
+def freeze_norms(module: nn.Module) -> None:
+    """Put every batch norm inside in eval mode, without gradients: nothing about it moves any more.
+
+    Without gradients alone the running statistics would still follow the batches. A later ``train()``
+    undoes the eval mode, so the owner calls this again there.
+    """
+    for norm in batch_norms(module):
+        norm.eval().requires_grad_(False)
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The batch norms inside, synchronised ones too."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm)]
+
+
+def spread_input(weight: Tensor, in_channels: int) -> Tensor:
+    """A first convolution for another number of channels, with the same answer to a grey image.
+
+    Each new channel gets the sum over the stored ones divided by the new number, so that
+    f_n(x, …, x) = f(x, …, x) for any n; repeating the stored channels keeps that for multiples only.
+
+    Args:
+        weight: Kernel with the input channels on axis 1.
+        in_channels: The new number of input channels.
+    """
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # float16 would round the sum
+    return (wide.sum(dim=1, keepdim=True) / in_channels).repeat_interleave(in_channels, dim=1)
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    """The block's output; what is inside is computed again in the backward pass instead of kept.
+
+    Outputs, gradients and running statistics equal those of a plain call bit for bit.
+
+    Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
+    """
+    again = _ScratchStatistics(block)
+    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
+
+
+class _ScratchStatistics:
+    """While it is entered, batch norms write into copies of their buffers.
+
+    The second pass over a block sees the same batch, which must not count twice.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.norms = [norm for norm in batch_norms(block) if norm.training]
+
+    def __enter__(self) -> None:
+        self.kept = [dict(norm.named_buffers()) for norm in self.norms]
+        for norm, buffers in zip(self.norms, self.kept, strict=True):
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer.clone())
+
+    def __exit__(self, *_: Any) -> None:
+        for norm, buffers in zip(self.norms, self.kept, strict=True):
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer)

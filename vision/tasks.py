@@ -1,0 +1,187 @@
+"""What vision models are used for: raw inputs to samples, and outputs to answers and numbers.
+
+The classes here hold no parameters; a card names one, and `zoo.registry` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Shaped, UInt8
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vision.images import ImagePreprocessing, decode, prepare
+from zoo.cards import Card
+from zoo.config import build
+from zoo.data import Dataset
+from zoo.errors import CardError, DataError, shown
+from zoo.ranking import ranked
+
+CHUNK = 256  # encoded images held at a time while measuring
+
+# For models without weights, whose card has no preprocessing: the usual one of ImageNet.
+UNTRAINED = ImagePreprocessing(
+    size=256,
+    resize="shorter",
+    crop=224,
+    interpolation="bilinear",
+    antialias=True,
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+)
+
+
+def read_parquet(path: Path, *, column: str) -> Iterator[tuple[bytes, int]]:
+    """Encoded images and labels of a parquet file as the Hugging Face hub lays it out, in order.
+
+    Args:
+        path: The file; it is streamed.
+        column: Name of the image column, a struct with the field ``bytes``.
+
+    Raises:
+        DataError: Not a parquet file, or one without these columns.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(CHUNK, columns=[f"{column}.bytes", "label"]):
+                images = batch.column(column).field("bytes").to_pylist()
+                yield from zip(images, batch.column("label").to_pylist(), strict=True)
+    except (pyarrow.ArrowInvalid, KeyError) as error:
+        raise DataError(
+            f"{shown(str(path))} is not a parquet file with the columns '{column}' and 'label'; "
+            "get the published one"
+        ) from error
+
+
+class ImageClassification:
+    """One label for one image; samples are ``{"image": (channels, height, width)}``.
+
+    Args:
+        card: Narrowed to the weights in use; without preprocessing in it, `UNTRAINED` holds.
+        file: Path of an auxiliary file of the weights; unused, images need none.
+    """
+
+    name: ClassVar[str] = "image-classification"
+    datasets: ClassVar[dict[str, Dataset]] = {
+        "imagenet-sample": Dataset(
+            name="imagenet-sample",
+            files={"validation": "imagenet-sample/data/validation-00000-of-00001.parquet"},
+            read=partial(read_parquet, column="image"),
+            home="https://www.image-net.org",
+        ),
+        "cifar10": Dataset(
+            name="cifar10",
+            files={
+                "train": "cifar10/plain_text/train-00000-of-00001.parquet",
+                "test": "cifar10/plain_text/test-00000-of-00001.parquet",
+            },
+            read=partial(read_parquet, column="img"),
+            home="https://huggingface.co/datasets/uoft-cs/cifar10",
+        ),
+    }
+
+    def __init__(self, card: Card, file: Callable[[str], Path]) -> None:
+        where = f"{card.full_name}: preprocessing"
+        self.preprocessing = (
+            build(ImagePreprocessing, card.preprocessing, where=where, error=CardError)
+            if card.preprocessing
+            else UNTRAINED
+        )
+        self.labels = card.labels
+        channels = card.config.get("in_channels", card.inputs["image"].shape[1])
+        if not isinstance(channels, int):
+            raise CardError(
+                f"{card.full_name}: the input 'image' has {shown(channels)} channels; give a number"
+            )
+        self.in_channels = channels
+
+    def read(self, raw: object, *, layout: str | None = None) -> dict[str, Tensor]:
+        """One prepared sample; `vision.images.decode` says what `raw` and `layout` may be."""
+        image = decode(raw, layout=layout)
+        return {"image": prepare(image, self.preprocessing, self.in_channels)}
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Samples of one size as a batch."""
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        """Cross-entropy in nats, summed over the images, and their number.
+
+        Args:
+            model: Gives logits for ``batch["image"]``.
+            batch: Also holds ``target``, the int64 class of every image.
+        """
+        logits, target = model(batch["image"]), batch["target"]
+        return F.cross_entropy(logits.float(), target, reduction="sum"), target.numel()
+
+    def decode(
+        self, logits: Float[Tensor, "batch classes"], *, top_k: int = 5
+    ) -> list[list[dict[str, Any]]]:
+        """The `top_k` most probable classes of each image, as `zoo.ranking.ranked` gives them."""
+        return ranked(logits, self.labels, top_k)
+
+    def measure(
+        self,
+        predict: Callable[..., list[list[dict[str, Any]]]],
+        examples: Iterable[tuple[Any, int]],
+    ) -> dict[str, float]:
+        """Accuracies in [0, 1]: the class is the first answer, or one of the first five.
+
+        Args:
+            predict: Answers for a list of raw images, for example a pipeline.
+            examples: Raw images with their classes; they are streamed, and each counts once.
+
+        Raises:
+            DataError: There are no examples.
+        """
+        source = iter(examples)
+        count = top1 = top5 = 0
+        while chunk := list(islice(source, CHUNK)):
+            answers = predict([raw for raw, _ in chunk], top_k=5)
+            for answer, (_, target) in zip(answers, chunk, strict=True):
+                found = [record["index"] for record in answer]
+                top1 += found[0] == target
+                top5 += target in found
+            count += len(chunk)
+        if not count:
+            raise DataError("there are no examples to measure on; check the split")
+        return {"top1": top1 / count, "top5": top5 / count}
+
+    def graph(self, model: nn.Module) -> nn.Module:
+        """The network from pixels at the card's crop to logits, normalisation included."""
+        return ImageGraph(model, *self.preprocessing.statistics(self.in_channels))
+
+
+class ImageGraph(nn.Module):
+    """A network that takes 8-bit pixels; without its card it still cannot be fed the wrong scale.
+
+    Args:
+        model: Takes the normalised image.
+        mean: Of every channel, for values in [0, 1].
+        std: The same.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.model = model
+        for name, values in (("mean", mean), ("std", std)):
+            tensor = torch.tensor(values, dtype=torch.float32)
+            self.register_buffer(name, tensor[:, None, None], persistent=False)
+
+    def forward(
+        self, image: UInt8[Tensor, "batch channels height width"]
+    ) -> Shaped[Tensor, "batch classes"]:
+        """Logits."""
+        return self.model((image / 255 - self.mean) / self.std)

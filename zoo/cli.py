@@ -1,0 +1,216 @@
+"""The ``zoo`` command. Each sub-command is the function behind it; ``scripts/X.py`` calls the same one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from zoo import cards
+from zoo.errors import ConfigError, ZooError, shown
+
+
+def list_(pattern: Positional[str] = "*", /, *, domain: str | None = None) -> int:
+    """Name, task, parameters and weights of every model.
+
+    Args:
+        pattern: Shell pattern for the names.
+        domain: vision, nlp, rl, audio, or that of a plug-in.
+    """
+    names = cards.list_models(pattern, domain=domain)
+    if not names:
+        raise ConfigError(f"no model's name matches {shown(pattern)}; zoo list shows all")
+    for name in names:
+        card = cards.card(name)
+        tags = " ".join(f"{tag}*" if w.default else tag for tag, w in card.weights.items())
+        print(f"{name:20} {card.task.partition(':')[2]:22} {card.parameters:>13,}  {tags}")
+    return 0
+
+
+def show(name: Positional[str], /) -> int:
+    """The card of a model: what it is, where its weights are, what was measured.
+
+    Args:
+        name: A model, with or without a tag.
+    """
+    card = cards.card(name)
+    print(f"{card.full_name}: {card.summary}\npaper       {card.paper}")
+    print(f"parameters  {card.parameters:,}\nmodel       {card.model}\ntask        {card.task}")
+    for label, specs in (("input", card.inputs), ("output", card.outputs)):
+        for key, spec in specs.items():
+            print(f"{label:11} {key}: {spec.dtype} {list(spec.shape)}")
+    for tag, weights in card.weights.items():
+        default = ", the default" if weights.default else ""
+        print(f"\nweights {card.name}.{tag}{default} ({weights.licence})")
+        for file in weights.files:
+            print(f"  file     {file.name}  sha256 {(file.sha256 or file.upstream_sha256 or '')[:16]}")
+        for source in weights.sources:
+            print(f"  source   {source.text}")
+        for key, value in weights.preprocessing.items():
+            print(f"  {key:14} {value}")
+        for metric in weights.metrics:
+            print(f"  {metric.name} = {metric.value:.4f}  ({metric.command or metric.source})")
+    return 0
+
+
+def predict(
+    name: Positional[str],
+    inputs: Positional[tuple[str, ...]],
+    /,
+    *,
+    top_k: int | None = None,
+    pair: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Answers for files or texts, one line each.
+
+    Args:
+        name: A model, or the folder of a saved one.
+        inputs: Paths of images, or texts, as the task takes them.
+        top_k: How many labels, best first.
+        pair: Take the inputs two by two, as pairs of texts.
+        as_json: One JSON value a line.
+    """
+    from zoo.pipeline import pipeline
+
+    if not inputs:
+        raise ConfigError(f"{name} was given no input; name at least one file or text")
+    if pair and len(inputs) % 2:
+        raise ConfigError(f"--pair takes an even number of texts, not {len(inputs)}")
+    items: list[Any] = list(zip(inputs[::2], inputs[1::2], strict=True)) if pair else list(inputs)
+    pipe = pipeline(target(name))
+    answers = list(pipe(items, **({} if top_k is None else {"top_k": top_k})))
+    lines = getattr(pipe.task, "lines", None)
+    if as_json:
+        for answer in answers:
+            print(json.dumps(answer.tolist() if hasattr(answer, "tolist") else answer))
+    elif lines:
+        print("\n".join(lines(items, answers)))
+    else:
+        for item, answer in zip(items, answers, strict=True):
+            print(f"{item}\t" + "  ".join(f"{a.get('label', a.get('text'))} {a['score']:.3f}" for a in answer))
+    return 0
+
+
+def export(
+    name: Positional[str],
+    out: Positional[Path],
+    /,
+    *,
+    format: Literal["pt2", "onnx"] = "onnx",  # noqa: A002
+) -> int:
+    """Write a model for deployment, run the file and compare it with the model.
+
+    Args:
+        name: A model, or the folder of a saved one.
+        out: Folder for the file.
+        format: pt2 (torch.export) or onnx.
+    """
+    from zoo.export import export as run
+    from zoo.registry import load
+
+    model = load(target(name), **({"pretrained": True} if not Path(name).is_dir() else {}))
+    print(run(model, out, format=format))
+    return 0
+
+
+def check(name: Positional[str] = "*", /, *, only: tuple[str, ...] = ()) -> int:
+    """The contract suite.
+
+    Args:
+        name: A model, or a shell pattern for several.
+        only: Names of checks; all by default.
+    """
+    from zoo.check import CHECKS, run_check
+
+    names = cards.list_models(name) or [cards.card(name).name]
+    results = []
+    for model in names:
+        for which in only or CHECKS:
+            results.append(result := run_check(model, which))
+            print(f"{'ok  ' if result.passed else 'FAIL'} {model} {result.check} {result.message}".rstrip())
+    failed = sum(not result.passed for result in results)
+    print(f"{len(results) - failed} of {len(results)} promises kept")
+    return 1 if failed else 0
+
+
+def evaluate(name: Positional[str], /, *, data: str | None = None, write: bool = False) -> int:
+    """Measure again every number on a card.
+
+    Args:
+        name: A model; without a tag, its default weights.
+        data: Only this set and split, for example stsb/test.
+        write: Write the values, and a golden output, into the card.
+    """
+    from zoo import evaluation
+
+    measured = []
+    for result in evaluation.evaluate(name, data=data):
+        measured.append(result)
+        print(result, flush=True)
+    if write:
+        print(f"written: {evaluation.write_metrics(measured).name}")
+        print(f"written: {evaluation.write_golden(name).name}")
+    return 0 if write or all(result.passed for result in measured) else 1
+
+
+def smoke(names: Positional[tuple[str, ...]] = (), /) -> int:
+    """The accuracy smoke test: every number of every card with installed weights, measured again.
+
+    Args:
+        names: Models; all with installed weights by default.
+    """
+    from zoo import evaluation
+    from zoo.check import run_check
+
+    chosen = list(names) or [c.full_name for c in evaluation.evaluated_cards()]
+    failed = 0
+    for name in chosen:
+        golden = run_check(cards.card(name).name, "check_golden")
+        print(f"{'ok  ' if golden.passed else 'FAIL'} {name} golden outputs {golden.message}".rstrip(), flush=True)
+        failed += not golden.passed
+        for result in evaluation.evaluate(name):
+            print(f"{'ok  ' if result.passed else 'FAIL'} {result}", flush=True)
+            failed += not result.passed
+    print(f"{len(chosen)} sets of weights, {failed} failures")
+    return 1 if failed else 0
+
+
+def target(name: str) -> str | Path:
+    """A name stays a name; the path of an existing folder that is no model's name is a saved model."""
+    is_folder = Path(name).is_dir() and (not cards.NAME.fullmatch(name) or name not in cards.list_models())
+    return Path(name) if is_folder else name
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "list": list_,
+    "show": show,
+    "predict": predict,
+    "export": export,
+    "check": check,
+    "evaluate": evaluate,
+    "smoke": smoke,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point; exits with 0, 1 (a promise or a number does not hold) or 2 (bad input)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = "-v" in given
+    given = [argument for argument in given if argument != "-v"]
+    try:
+        status = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="zoo", description=__doc__, args=given
+        )
+    except (ZooError, OSError) as error:
+        line = error.line if isinstance(error, ZooError) else f"{error.filename}: {error.strerror}"
+        print(f"zoo: {error if verbose else line}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)

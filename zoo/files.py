@@ -1,0 +1,163 @@
+"""Files of the zoo: written whole or not at all, hashed, and remembered once their hash was seen."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+# Two changes within one tick of a file system's clock look alike. FAT has the coarsest clock: 2 s.
+TICK_NS = 2_000_000_000
+
+
+def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> None:
+    """Put a file in place so that its path holds the old bytes or the new ones, whatever happens.
+
+    The bytes go to a temporary file of the same folder, which is flushed to the disk, renamed over
+    the path and made durable by a flush of the folder. Memory mapped from the old file stays valid,
+    and a symbolic link is replaced, not followed.
+
+    Args:
+        path: The file; its folder exists.
+        chunks: The bytes, whole or piece by piece. What their iterator raises is passed on.
+
+    Raises:
+        OSError: Of the kind that failed, with the path. The old file is untouched or, where the very
+            last flush failed, the new one is complete. No temporary file stays.
+    """
+    temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(8)}")
+    exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with _naming(path):
+        descriptor = os.open(temporary, exclusive, 0o666)
+    try:
+        try:
+            for chunk in [chunks] if isinstance(chunks, bytes) else chunks:
+                with _naming(path):
+                    _write(descriptor, chunk)
+            with _naming(path):
+                os.fsync(descriptor)
+        finally:
+            with _naming(path):
+                os.close(descriptor)
+        with _naming(path), _flushed(path.parent):
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # renamed already, or the error on its way says more
+            os.unlink(temporary)
+        raise
+
+
+def sha256_of(file: Path | BinaryIO) -> str:
+    """SHA-256 of a whole file in 64 hex digits; an open file is read from its beginning."""
+    if isinstance(file, Path):
+        with file.open("rb", buffering=0) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def home() -> Path:
+    """Folder of what the zoo keeps: ``ZOO_HOME``, else ``zoo`` in the user's cache folder."""
+    if given := os.environ.get("ZOO_HOME"):
+        return Path(given).expanduser().absolute()
+    if sys.platform == "win32":
+        cache = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        cache = "~/Library/Caches"
+    else:
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "zoo"
+
+
+def verified(path: Path, stat: os.stat_result, sha256: str) -> bool:
+    """True if this very file was seen to have this hash and was not touched since.
+
+    Args:
+        path: Where the file lies.
+        stat: Of the open file (`os.fstat`), so that what is checked is what is read.
+        sha256: The hash in question.
+    """
+    try:
+        record = json.loads(_record(path).read_bytes())
+    except (OSError, ValueError, RuntimeError):  # none, damaged, or a user without a home
+        return False
+    return isinstance(record, dict) and _identity(stat, sha256).items() <= record.items()
+
+
+def remember(path: Path, stat: os.stat_result, sha256: str, *, began_ns: int) -> None:
+    """Record that a file has this hash. Where nothing can be recorded, it is hashed again next time.
+
+    A later change shows in the file's time stamps, unless it falls into the same tick of the clock
+    as the one before. So a file that was younger than `TICK_NS` when hashing began gets no record.
+
+    Args:
+        path: Where the file lies.
+        stat: Of the open file, taken before it was hashed: a change meanwhile contradicts it.
+        sha256: The hash that was found.
+        began_ns: `time.time_ns()` before the first byte was hashed.
+    """
+    if began_ns - stat.st_mtime_ns < TICK_NS:
+        return
+    with suppress(OSError, RuntimeError):  # read-only, full, or a user without a home
+        identity = _identity(stat, sha256)
+        record = {"path": os.path.abspath(path), **identity, "verified_ns": time.time_ns()}
+        target = _record(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, json.dumps(record).encode())
+
+
+def _identity(stat: os.stat_result, sha256: str) -> dict[str, int | str]:
+    """What must not have changed. The ctime betrays a change whose mtime was set back."""
+    return {
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "ctime_ns": stat.st_ctime_ns,
+        "inode": stat.st_ino,
+        "sha256": sha256,
+    }
+
+
+def _record(path: Path) -> Path:
+    key = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()
+    return home() / "records" / f"{key}.json"
+
+
+def _write(descriptor: int, chunk: bytes | memoryview) -> None:
+    rest = memoryview(chunk).cast("B")
+    while rest:  # one call takes 2 GiB at most
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of the operating system name the file that was wanted, not the temporary one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} while writing", str(path)) from error
+
+
+@contextmanager
+def _flushed(folder: Path) -> Iterator[None]:
+    """Open a folder, let the block change its entries, and flush it to the disk."""
+    if sys.platform == "win32":  # folders cannot be opened there
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
+                raise
+    finally:
+        os.close(descriptor)

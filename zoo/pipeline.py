@@ -1,0 +1,163 @@
+"""Raw input in, answers out: a model, its task, and nothing that depends on the rest of the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoo import registry
+from zoo.errors import ConfigError, DataError, nearest, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BATCH_SIZE = 32
+WINDOW = 16  # batches read ahead, so that items of one size can share a batch
+
+
+class Pipeline:
+    """A callable from raw inputs to answers.
+
+    One item gives one answer, a list gives a list (for embeddings an array with one row an item). A pair
+    is a tuple. An item's answer is the same alone and in any list.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int = BATCH_SIZE) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it takes a whole number from 1")
+        self.model = model.eval()
+        self.card = registry.card_of(model)
+        self.task = registry.make_task(model)
+        self.batch_size = batch_size
+
+    def __call__(self, inputs: Any, **options: Any) -> Any:
+        """Answers for one item or for a list of items.
+
+        Args:
+            inputs: What the task takes (the table in the README), or a list of such.
+            **options: The task's own, for example ``top_k=3`` or ``layout="CHW"``.
+
+        Raises:
+            DataError: An item cannot be read, or the list is empty.
+            ConfigError: The task has no such option.
+        """
+        reading, decoding = self._split(options)
+        if not isinstance(inputs, list):
+            return self._answers([inputs], reading, decoding)[0]
+        if not inputs:
+            raise DataError("the list of inputs is empty; give at least one item")
+        answers = self._answers(inputs, reading, decoding)
+        gather = getattr(self.task, "gather", None)
+        return gather(answers) if gather else answers
+
+    def _split(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Options of reading and options of decoding."""
+        read = _keywords(self.task.read)
+        decode = _keywords(self.task.decode)
+        for name in options:
+            if name not in read | decode:
+                able = ", ".join(sorted(read | decode)) or "none"
+                raise ConfigError(
+                    f"{self.task.name} has no option {shown(name)};{nearest(name, read | decode)} it has {able}"
+                )
+        return (
+            {k: v for k, v in options.items() if k in read},
+            {k: v for k, v in options.items() if k in decode},
+        )
+
+    def _answers(self, inputs: Sequence[Any], reading: dict[str, Any], decoding: dict[str, Any]) -> list[Any]:
+        import torch
+
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        answers: list[Any] = [None] * len(inputs)
+        with torch.inference_mode():
+            for indices, samples in self._batches(inputs, reading):
+                batch = self.task.collate(samples)
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                outputs = self.model(**_as_model(batch, self.model))
+                for index, answer in zip(indices, self.task.decode(outputs, **decoding), strict=True):
+                    answers[index] = answer
+        return answers
+
+    def _batches(
+        self, inputs: Sequence[Any], reading: dict[str, Any]
+    ) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+        """Prepared samples with their positions, near sizes together, at most a window in memory."""
+        window = WINDOW * self.batch_size
+        for start in range(0, len(inputs), window):
+            samples = []
+            for index in range(start, min(start + window, len(inputs))):
+                try:
+                    samples.append((index, self.task.read(inputs[index], **reading)))
+                except DataError as error:
+                    if len(inputs) == 1:
+                        raise
+                    raise DataError(f"item {index}: {error.line}", *error.details) from error
+            samples.sort(key=lambda item: max(tensor.numel() for tensor in item[1].values()))
+            for first in range(0, len(samples), self.batch_size):
+                part = samples[first : first + self.batch_size]
+                yield [index for index, _ in part], [sample for _, sample in part]
+
+
+def pipeline(
+    target: str | Path | nn.Module, *, batch_size: int = BATCH_SIZE, **options: Any
+) -> Pipeline:
+    """A pipeline for a name, a loaded model, or the folder of a saved one.
+
+    Args:
+        target: A name means its trained weights, with or without a tag; a pipeline never runs random
+            weights by a name.
+        batch_size: Items that the model sees at a time.
+        **options: Passed to `zoo.load`.
+    """
+    if isinstance(target, str | Path):
+        if isinstance(target, str) and "pretrained" not in options:
+            options["pretrained"] = True
+        return Pipeline(registry.load(target, **options), batch_size=batch_size)
+    if options:
+        raise ConfigError(f"{shown(next(iter(options)))} belongs to zoo.load; this model is loaded already")
+    return Pipeline(target, batch_size=batch_size)
+
+
+def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
+    """The function from raw input to model input that a card describes.
+
+    One raw item gives one sample without a batch axis: a tensor, or a dict by input name where the model
+    takes several. A list gives the batch, ready for the model.
+    """
+    if isinstance(target, str | Path):
+        card, _ = registry.resolve(target, True if isinstance(target, str) else None)
+        from zoo.weights import find_file
+
+        task = registry.symbol(card.task, card)(card, lambda file: find_file(card, file))
+    else:
+        task = registry.make_task(target)
+
+    def prepare(raw: Any, **options: Any) -> Any:
+        if not isinstance(raw, list):
+            return _bare(task.read(raw, **options))
+        if not raw:
+            raise DataError("the list of inputs is empty; give at least one item")
+        return _bare(task.collate([task.read(item, **options) for item in raw]))
+
+    return prepare
+
+
+def _bare(sample: dict[str, Tensor]) -> Any:
+    return next(iter(sample.values())) if len(sample) == 1 else sample
+
+
+def _keywords(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _as_model(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Floating-point inputs in the dtype of the model's parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
+        for name, tensor in batch.items()
+    }

