@@ -112,7 +112,6 @@ class SelfAttention(nn.Module):
             project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # batch heads tokens dim
             for project in (self.query, self.key, self.value)
         )
-        # A row without any token to attend to gets zeros, not the NaN of softmax over nothing.
         x = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
         )
@@ -237,7 +236,8 @@ class Bert(nn.Module):
         recompute = self.config.gradient_checkpointing and self.training
         for layer in self.bert["encoder"]["layer"]:
             x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
-        return torch.where(mask[..., None], x, 0)  # what attention gives to nothing differs by backend
+        # Backends differ in what attention gives to a row without tokens.
+        return torch.where(mask[..., None], x, 0)
 
     def forward(
         self,
@@ -261,7 +261,9 @@ class Bert(nn.Module):
             x = torch.tanh(self.bert["pooler"]["dense"](_mean(x, first)))
             return self.classifier(self.dropout(x))
         x = _mean(x, mask if self.config.pooling == "mean" else first)
-        return F.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
+        length = x.norm(dim=-1, keepdim=True)
+        # Not a small constant: the gradient of a zero vector would be divided by it, and overflow.
+        return x / torch.where(length == 0, 1, length)
 
     def convert_keys(self, names: Iterable[str]) -> dict[str, str | None]:
         """This model's name of every stored tensor, or None for one that the task does not need.
@@ -290,18 +292,19 @@ class Bert(nn.Module):
         return input_ids != self.config.pad_id if attention_mask is None else attention_mask != 0
 
     def _check(self, input_ids: Tensor, mask: Tensor) -> None:
-        """Explain what would be a bare index error, or a crash of the whole process on a GPU."""
-        if torch.compiler.is_compiling() or not mask.any():
+        """Say what would be a bare index error; ids only on the CPU, where looking is cheap."""
+        if torch.compiler.is_compiling():
             return
-        longest, limit = int(mask.sum(1).max()), self.config.max_length
-        if longest > limit:
+        limit, vocabulary = self.config.max_length, self.config.vocab_size
+        if input_ids.shape[1] > limit and (longest := int(mask.sum(1).max())) > limit:
             raise DataError(f"a row has {longest} tokens; the model takes at most {limit}, cut it")
-        low, high = (int(bound) for bound in input_ids[mask].aminmax())
-        if low < 0 or high >= self.config.vocab_size:
-            raise DataError(
-                f"token id {low if low < 0 else high} is not in the vocabulary of "
-                f"{self.config.vocab_size}; use the tokenizer that belongs to these weights"
-            )
+        if input_ids.device.type == "cpu" and mask.any():
+            low, high = (int(bound) for bound in input_ids[mask].aminmax())
+            if low < 0 or high >= vocabulary:
+                raise DataError(
+                    f"token id {low if low < 0 else high} is not in the vocabulary of "
+                    f"{vocabulary} tokens; use the tokenizer that belongs to these weights"
+                )
 
 
 # Tensors of published files that a task may do without: what pretraining needed, and copies.

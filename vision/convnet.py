@@ -1,4 +1,4 @@
-"""What the convolutional families share: frozen norms, gradient checkpointing, other input channels."""
+"""What the convolutional families share: frozen norms, checkpointing, other input channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.errors import DataError
 
 
 def check_images(image: Tensor, stem: nn.Conv2d) -> None:
-    """Refuse what is no batch of images for this stem, in words; it adds nothing to an exported graph.
+    """Refuse what is no batch of images for this stem; an exported graph holds nothing of it.
 
     Raises:
         DataError: The tensor has other axes, other channels, or holds integers.
@@ -37,10 +37,10 @@ def check_images(image: Tensor, stem: nn.Conv2d) -> None:
 
 
 def freeze_norms(module: nn.Module) -> None:
-    """Put every batch norm inside in eval mode, without gradients: nothing about it moves any more.
+    """Put every batch norm inside in eval mode, without gradients: nothing about it moves.
 
-    Without gradients alone the running statistics would still follow the batches. A later ``train()``
-    undoes the eval mode, so the owner calls this again there.
+    Without gradients alone the running statistics would still follow the batches. A later
+    ``train()`` undoes the eval mode, so the owner calls this again there.
     """
     for norm in batch_norms(module):
         norm.eval().requires_grad_(False)
@@ -54,14 +54,15 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 def spread_input(weight: Tensor, in_channels: int) -> Tensor:
     """A first convolution for another number of channels, with the same answer to a grey image.
 
-    Each new channel gets the sum over the stored ones divided by the new number, so that
-    f_n(x, …, x) = f(x, …, x) for any n; repeating the stored channels keeps that for multiples only.
+    Each new channel gets the sum over the stored ones divided by the new number n, so that
+    f_n(x, …, x) = f(x, …, x) for any n; repeating the stored ones does that for multiples only.
 
     Args:
         weight: Kernel with the input channels on axis 1.
         in_channels: The new number of input channels.
     """
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # float16 would round the sum
+    # A sum rounded to float16 would not be the answer to a grey image any more.
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return (wide.sum(dim=1, keepdim=True) / in_channels).repeat_interleave(in_channels, dim=1)
 
 
@@ -72,6 +73,8 @@ def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
     """
+    if torch.compiler.is_compiling():  # a compiled graph updates buffers once, and takes no context
+        return checkpoint(block, x, use_reentrant=False)
     again = _ScratchStatistics(block)
     return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
 

@@ -10,7 +10,7 @@ Differs from the paper, as the reference implementation does:
     * Stem, head, and the repeats of the first and the last stage do not scale.
 
 Differs from the reference implementation:
-    * A fresh classifier starts with the fan of its input, so that few classes do not mean large logits.
+    * A fresh classifier starts with the fan of its input: few classes do not mean large logits.
 
 The family (width_multiplier, depth_multiplier, dropout; resolution it was trained at):
     lite0 1.0, 1.0, 0.2; 224    lite1 1.0, 1.1, 0.2; 240    lite2 1.1, 1.2, 0.3; 260
@@ -44,6 +44,7 @@ STAGES = (  # table 1 of the paper; those with stride 2 begin a new resolution
     (6, 5, 192, 4, 2),
     (6, 3, 320, 1, 1),
 )
+
 STEM_CHANNELS = 32
 HEAD_CHANNELS = 1280
 
@@ -67,7 +68,7 @@ class EfficientNetLiteConfig:
         for name in ("dropout", "drop_connect"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name} is {shown(getattr(self, name))}; it takes a probability from 0, below 1"
+                    f"{name} is {shown(getattr(self, name))}; it takes a rate from 0, below 1"
                 )
         for name in ("num_classes", "in_channels"):
             if getattr(self, name) < 1:
@@ -75,7 +76,7 @@ class EfficientNetLiteConfig:
 
 
 class SameConv2d(nn.Conv2d):
-    """Convolution with TensorFlow's "SAME" padding: ceil(n / stride) outputs for n inputs, at any n.
+    """Convolution with TensorFlow's "SAME" padding: ceil(n / stride) outputs for any n inputs.
 
     The padding depends on the size of the input, and what is odd of it goes to the right and the
     bottom. A fixed symmetric padding shifts the grid of every strided layer: trained weights then
@@ -91,12 +92,37 @@ class SameConv2d(nn.Conv2d):
         return super().forward(F.pad(x, (left, right, top, bottom)))
 
     def same_padding(self, size: int) -> tuple[int, int]:
-        """Padding before and after an axis of this size.
+        """Padding before and after an axis of this size: (ceil(n / s) - 1) s + k - n in all.
 
-        Source: (ceil(n / s) - 1) s + k - n in all, which is k - 1 - (n - 1) mod s for k >= s.
+        Written so that an exported graph simplifies the size of the output to (n - 1) // s + 1.
         """
-        total = self.kernel_size[0] - 1 - (size - 1) % self.stride[0]
+        kernel_size, stride = self.kernel_size[0], self.stride[0]
+        total = (size - 1) // stride * stride + kernel_size - size
         return total // 2, total - total // 2
+
+
+def conv(
+    in_channels: int, out_channels: int, kernel_size: int, *, stride: int = 1, groups: int = 1
+) -> nn.Conv2d:
+    """Convolution without bias, since a norm follows, with "SAME" padding.
+
+    At stride 1 that is symmetric and the same for every size, so a plain convolution does it.
+    """
+    if stride == 1:
+        return nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding=kernel_size // 2,
+            groups=groups,
+            bias=False,
+        )
+    return SameConv2d(in_channels, out_channels, kernel_size, stride, groups=groups, bias=False)
+
+
+def norm(channels: int) -> nn.BatchNorm2d:
+    """Batch norm with the reference's constants; its momentum 0.99 is 0.01 in PyTorch."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
 class DropConnect(nn.Module):
@@ -124,7 +150,7 @@ class DropConnect(nn.Module):
 
 
 class MBConv(nn.Module):
-    """1x1 expand, depthwise, 1x1 project without activation, plus identity where the shape stays."""
+    """1x1 expand, depthwise, 1x1 project, plus identity where the shape stays."""
 
     def __init__(
         self,
@@ -138,11 +164,12 @@ class MBConv(nn.Module):
     ) -> None:
         super().__init__()
         inner = in_channels * expansion
+        self.out_channels, self.stride = out_channels, stride
         self.expands = expansion != 1
         if self.expands:
             self._expand_conv = conv(in_channels, inner, 1)
             self._bn0 = norm(inner)
-            self._relu0 = nn.ReLU6(inplace=True)  # one module per use: quantisation observes each apart
+            self._relu0 = nn.ReLU6(inplace=True)  # one per use: quantisation observes each apart
         self._depthwise_conv = conv(inner, inner, kernel_size, stride=stride, groups=inner)
         self._bn1 = norm(inner)
         self._relu1 = nn.ReLU6(inplace=True)
@@ -161,127 +188,11 @@ class MBConv(nn.Module):
         return self._drop_connect(y) + x if self.residual else y
 
 
-class EfficientNetLite(nn.Module):
-    """Stem, inverted-bottleneck blocks, 1x1 head, global average, linear classifier."""
-
-    def __init__(self, config: EfficientNetLiteConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.norms_frozen = False
-        self.gradient_checkpointing = config.gradient_checkpointing
-        self._conv_stem = conv(config.in_channels, STEM_CHANNELS, 3, stride=2)
-        self._bn0 = norm(STEM_CHANNELS)
-        self._relu0 = nn.ReLU6(inplace=True)
-        self._blocks = blocks(config)
-        channels = self._blocks[-1]._bn2.num_features
-        self._conv_head = conv(channels, HEAD_CHANNELS, 1)
-        self._bn1 = norm(HEAD_CHANNELS)
-        self._relu1 = nn.ReLU6(inplace=True)
-        self._avg_pooling = nn.AdaptiveAvgPool2d(1)
-        self._dropout = nn.Dropout(config.dropout)
-        self._fc = nn.Linear(HEAD_CHANNELS, config.num_classes)
-        self.apply(self.init_weights)
-
-    @staticmethod
-    def init_weights(module: nn.Module) -> None:
-        """Initial values of one module.
-
-        Source: the reference implementation; a depthwise kernel there has one output per group, which
-        `torch.nn.init.kaiming_normal_` does not see.
-        """
-        if isinstance(module, nn.Conv2d):
-            fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
-            nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
-        elif isinstance(module, nn.BatchNorm2d):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Linear):
-            # Differs from the reference: it takes the number of classes here.
-            bound = 1 / math.sqrt(module.in_features)
-            nn.init.uniform_(module.weight, -bound, bound)
-            nn.init.zeros_(module.bias)
-
-    @property
-    def feature_channels(self) -> tuple[int, ...]:
-        """Channels of each map of `features`."""
-        return tuple(self._blocks[i]._bn2.num_features for i in self._feature_blocks())
-
-    @property
-    def feature_reductions(self) -> tuple[int, ...]:
-        """Input size divided by the size of each map of `features`, rounded up."""
-        return 2, 4, 8, 16, 32
-
-    def features(
-        self, image: Float[Tensor, "batch in_channels height width"]
-    ) -> tuple[Float[Tensor, "batch _ _ _"], ...]:
-        """Maps after the last block of each resolution, finest first."""
-        x = self._stem(image)
-        maps = []
-        wanted = self._feature_blocks()
-        for index, block in enumerate(self._blocks):
-            x = self._run(block, x)
-            if index in wanted:
-                maps.append(x)
-        return tuple(maps)
-
-    def forward(
-        self, image: Float[Tensor, "batch in_channels height width"]
-    ) -> Float[Tensor, "batch num_classes"]:
-        """Logits of images of any size, normalised as the card of the weights says.
-
-        Raises:
-            DataError: `image` is no batch of images with the network's channels.
-        """
-        x = self._stem(image)
-        for block in self._blocks:
-            x = self._run(block, x)
-        x = self._relu1(self._bn1(self._conv_head(x)))
-        return self._fc(self._dropout(torch.flatten(self._avg_pooling(x), 1)))
-
-    def _stem(self, image: Tensor) -> Tensor:
-        check_images(image, self._conv_stem)
-        return self._relu0(self._bn0(self._conv_stem(image)))
-
-    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
-        recompute = self.gradient_checkpointing and self.training
-        return checkpointed(block, x) if recompute else block(x)
-
-    def _feature_blocks(self) -> list[int]:
-        """Indices of the blocks before each change of resolution, and of the last one."""
-        last = len(self._blocks) - 1
-        strided = [i for i, block in enumerate(self._blocks) if block._depthwise_conv.stride != (1, 1)]
-        return [*(i - 1 for i in strided), last]
-
-    def freeze_norms(self) -> None:
-        """Freeze all batch norms, statistics and parameters, through every later ``train()``."""
-        self.norms_frozen = True
-        freeze_norms(self)
-
-    def train(self, mode: bool = True) -> EfficientNetLite:
-        """Training or eval mode; frozen norms stay in eval mode."""
-        super().train(mode)
-        if self.norms_frozen:
-            freeze_norms(self)
-        return self
-
-    def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        stem = tensors["_conv_stem.weight"]
-        return {"_conv_stem.weight": spread_input(stem, self.config.in_channels)}
-
-
-def blocks(config: EfficientNetLiteConfig) -> nn.ModuleList:
+def blocks(config: EfficientNetLiteConfig) -> list[MBConv]:
     """Every block of every stage, scaled; only the first one of a stage has its stride."""
     repeats = [scaled_repeats(stage[3], config.depth_multiplier) for stage in STAGES]
     repeats[0], repeats[-1] = STAGES[0][3], STAGES[-1][3]
-    built = nn.ModuleList()
+    built: list[MBConv] = []
     in_channels = STEM_CHANNELS
     for (expansion, kernel_size, channels, _, stride), repeat in zip(STAGES, repeats, strict=True):
         out_channels = scaled_channels(channels, config.width_multiplier)
@@ -312,18 +223,108 @@ def scaled_repeats(repeats: int, multiplier: float) -> int:
     return math.ceil(repeats * multiplier)
 
 
-def conv(in_channels: int, out_channels: int, kernel_size: int, *, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """Convolution without bias, since a norm follows, with "SAME" padding.
+class EfficientNetLite(nn.Module):
+    """Stem, inverted-bottleneck blocks, 1x1 head, global average, linear classifier."""
 
-    At stride 1 that is symmetric and the same for every size, so a plain convolution does it.
-    """
-    if stride == 1:
-        return nn.Conv2d(
-            in_channels, out_channels, kernel_size, padding=kernel_size // 2, groups=groups, bias=False
-        )
-    return SameConv2d(in_channels, out_channels, kernel_size, stride, groups=groups, bias=False)
+    def __init__(self, config: EfficientNetLiteConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norms_frozen = False
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self._conv_stem = conv(config.in_channels, STEM_CHANNELS, 3, stride=2)
+        self._bn0 = norm(STEM_CHANNELS)
+        self._relu0 = nn.ReLU6(inplace=True)
+        built = blocks(config)
+        self._blocks = nn.ModuleList(built)
+        self._conv_head = conv(built[-1].out_channels, HEAD_CHANNELS, 1)
+        self._bn1 = norm(HEAD_CHANNELS)
+        self._relu1 = nn.ReLU6(inplace=True)
+        self._avg_pooling = nn.AdaptiveAvgPool2d(1)
+        self._dropout = nn.Dropout(config.dropout)
+        self._fc = nn.Linear(HEAD_CHANNELS, config.num_classes)
+        # Maps are taken after the last block before each change of resolution, and at the end.
+        self._taps = [i - 1 for i, block in enumerate(built) if block.stride == 2]
+        self._taps.append(len(built) - 1)
+        self.feature_channels = tuple(built[i].out_channels for i in self._taps)
+        self.feature_reductions = (2, 4, 8, 16, 32)  # input size over map size, rounded up
+        self.apply(self.init_weights)
 
+    @staticmethod
+    def init_weights(module: nn.Module) -> None:
+        """Initial values of one module.
 
-def norm(channels: int) -> nn.BatchNorm2d:
-    """Batch norm with the reference's constants; its momentum of 0.99 is 0.01 in PyTorch's terms."""
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+        Source: the reference implementation. A depthwise kernel there has one output per group,
+        which `torch.nn.init.kaiming_normal_` does not see.
+        """
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
+            nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            # Differs from the reference: it takes the number of classes here.
+            bound = 1 / math.sqrt(module.in_features)
+            nn.init.uniform_(module.weight, -bound, bound)
+            nn.init.zeros_(module.bias)
+
+    def features(
+        self, image: Float[Tensor, "batch in_channels height width"]
+    ) -> tuple[Float[Tensor, "batch _ _ _"], ...]:
+        """Maps after the last block of each resolution, finest first.
+
+        They have `feature_channels` channels and the image's size over `feature_reductions`.
+        """
+        x = self._stem(image)
+        maps = []
+        for index, block in enumerate(self._blocks):
+            x = self._run(block, x)
+            if index in self._taps:
+                maps.append(x)
+        return tuple(maps)
+
+    def forward(
+        self, image: Float[Tensor, "batch in_channels height width"]
+    ) -> Float[Tensor, "batch num_classes"]:
+        """Logits of images of any size, normalised as the card of the weights says.
+
+        Raises:
+            DataError: `image` is no batch of images with the network's channels.
+        """
+        x = self._stem(image)
+        for block in self._blocks:
+            x = self._run(block, x)
+        x = self._relu1(self._bn1(self._conv_head(x)))
+        return self._fc(self._dropout(torch.flatten(self._avg_pooling(x), 1)))
+
+    def _stem(self, image: Tensor) -> Tensor:
+        check_images(image, self._conv_stem)
+        return self._relu0(self._bn0(self._conv_stem(image)))
+
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+        recompute = self.gradient_checkpointing and self.training
+        return checkpointed(block, x) if recompute else block(x)
+
+    def freeze_norms(self) -> None:
+        """Freeze all batch norms, statistics and parameters, through every later ``train()``."""
+        self.norms_frozen = True
+        freeze_norms(self)
+
+    def train(self, mode: bool = True) -> EfficientNetLite:
+        """Training or eval mode; frozen norms stay in eval mode."""
+        super().train(mode)
+        if self.norms_frozen:
+            freeze_norms(self)
+        return self
+
+    def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
+        """Stored tensors to replace so that the weights take this network's input channels.
+
+        Args:
+            tensors: Stored tensors by name.
+            in_channels: Channels that they were made for.
+        """
+        if in_channels == self.config.in_channels:
+            return {}
+        stem = tensors["_conv_stem.weight"]
+        return {"_conv_stem.weight": spread_input(stem, self.config.in_channels)}

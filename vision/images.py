@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
-from typing import Any, BinaryIO, Literal
+from io import BufferedReader, BytesIO
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.errors import CardError, ConfigError, DataError, ZooError, nearest, shown
+from zoo.errors import CardError, ConfigError, DataError, ZooError, shown
 
 # uint8 in 0..255 or float32 in [0, 1]
 Pixels = UInt8[Tensor, "channels height width"] | Float32[Tensor, "channels height width"]
@@ -106,10 +106,10 @@ class ImagePreprocessing:
 def decode(raw: object, *, layout: str | None = None) -> Pixels:
     """The pixels of one image, upright, in new memory.
 
-    Files and Pillow images: every mode of Pillow, the first frame of an animation, turned as its EXIF
-    orientation says. Transparent pixels show white, as on a page. Grey images have one channel, all
-    others three. Files of more than 8 bits give float32. A 32-bit integer image is read as 8-bit if
-    nothing in it exceeds 255, else as 16-bit.
+    Files and Pillow images: every mode of Pillow, the first frame of an animation, turned as the
+    EXIF orientation says. Transparent pixels show white, as on a page. Grey images have one
+    channel, all others three. Files of more than 8 bits give float32. A 32-bit integer image is
+    read as 8-bit if nothing in it exceeds 255, else as 16-bit.
 
     Arrays: numpy arrays are HWC or HW, as in Pillow and OpenCV, tensors CHW or HW; their channels
     stay as they are. uint8 and bool give uint8; uint16 and floats in [0, 1] give float32.
@@ -147,8 +147,8 @@ def decode(raw: object, *, layout: str | None = None) -> Pixels:
     if hasattr(raw, "read"):
         return _from_stream(raw)
     raise DataError(
-        f"an input of type {kind} is not an image; give a path, bytes, a binary file, a Pillow image, "
-        "a numpy array or a tensor"
+        f"an input of type {kind} is not an image; give a path, bytes, a binary file, a Pillow "
+        "image, a numpy array or a tensor"
     )
 
 
@@ -157,7 +157,8 @@ def prepare(
 ) -> Float32[Tensor, "in_channels crop crop"]:
     """The input of a network: channels, size and normalisation as in its training.
 
-    An 8-bit image is resized in 8 bits and lies within one level of what Pillow gives.
+    Pillow resizes, as in the training and the measurements that cards name: 8-bit images in 8 bits,
+    so that a picture gives the same sample as a file and as an array, deeper ones in float32.
 
     Args:
         image: What `decode` returned; it is not changed.
@@ -171,29 +172,27 @@ def prepare(
     Raises:
         DataError: The channels do not fit, or the image is so narrow that it would be huge resized.
     """
-    image = _cropped(_resized(_in_channels(image, in_channels), spec), spec.crop)
+    image = _resized(_in_channels(image, in_channels), spec)
     mean, std = (image.new_tensor(v, dtype=torch.float32) for v in spec.statistics(in_channels))
     values = image / 255 if image.dtype == torch.uint8 else image
+    values = values.expand(in_channels, -1, -1)
     return ((values - mean[:, None, None]) / std[:, None, None]).contiguous()
 
 
 def _from_path(path: str) -> Pixels:
     name = shown(path)
     try:
-        with open(path, "rb") as file:
-            return _from_file(file, name)
-    except FileNotFoundError as error:
-        folder, here = os.path.split(path)
-        beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        hint = nearest(here, beside) or " check the path, or give the image's bytes"
-        raise DataError(f"there is no file {name};{hint}") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{name} is a folder; give one file, or a list of files") from error
-    except ZooError:
-        raise
-    except (OSError, ValueError) as error:  # no permission, a name that no file can have
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{name} cannot be opened: {reason}; check the path") from error
+        file = open(path, "rb")  # noqa: SIM115, closed below; only opening is guarded here
+    except (OSError, ValueError) as error:
+        if os.path.isdir(path):
+            reason = "it is a folder; give one file, or a list of files"
+        elif isinstance(error, FileNotFoundError):
+            reason = f"there is no such file; a relative path starts at {shown(os.getcwd())}"
+        else:  # no permission, or a name that no file can have
+            reason = f"{getattr(error, 'strerror', None) or error}; check the path"
+        raise DataError(f"{name} cannot be opened: {reason}") from error
+    with file:
+        return _from_file(file, name)
 
 
 def _from_stream(stream: Any) -> Pixels:
@@ -207,19 +206,21 @@ def _from_stream(stream: Any) -> Pixels:
     return _from_file(BytesIO(content), f"the rest of {name}")
 
 
-def _from_file(file: BinaryIO, name: str) -> Pixels:
-    try:
-        with _reading(name), Image.open(file) as image:
+def _from_file(file: BufferedReader | BytesIO, name: str) -> Pixels:
+    with _reading(name):
+        try:
+            image = Image.open(file)
+        except UnidentifiedImageError as error:
+            file.seek(0)
+            head = file.read(16)
+            what = f"not an image: it starts with {shown(head, 40)}" if head else "empty"
+            raise DataError(
+                f"{name} is {what}; give a PNG, JPEG or another file that Pillow reads"
+            ) from error
+        with image:
             if image.format == "EPS":  # a program: loading it would start an interpreter
                 raise DataError(f"{name} is an EPS file, not pixels; convert it to PNG first")
             return _pixels(image, name)
-    except UnidentifiedImageError as error:
-        file.seek(0)
-        head = file.read(16)
-        what = f"not an image: it starts with {shown(head, 40)}" if head else "empty"
-        raise DataError(
-            f"{name} is {what}; give a PNG, JPEG or another file that Pillow reads"
-        ) from error
 
 
 @contextmanager
@@ -227,7 +228,7 @@ def _reading(name: str) -> Iterator[None]:
     """Whatever a decoder of Pillow raises, as an error that names the image."""
     try:
         yield
-    except (ZooError, UnidentifiedImageError):
+    except ZooError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(
@@ -313,10 +314,10 @@ def _from_array(raw: np.ndarray | Tensor, layout: str | None) -> Pixels:
         remedy = ".to(torch.uint8)" if isinstance(raw, Tensor) else ".astype('uint8')"
         raise DataError(
             f"{name} has type {dtype}, whose white is unknown; for 0..255 give {remedy}, else "
-            "floats in [0, 1]"
+            "float32 in [0, 1]"
         )
     if layout == "HW":
-        return pixels[None]
+        pixels = pixels[None]
     return (pixels.permute(2, 0, 1) if layout == "HWC" else pixels).contiguous()
 
 
@@ -359,7 +360,7 @@ def _unit(values: Tensor, name: str) -> Tensor:
     return values.clamp(0, 1)
 
 
-def _over_white(image: Pixels) -> Pixels:
+def _over_white(image: Tensor) -> Tensor:
     """The colours without their last channel, alpha, composited over a white page."""
     colour, alpha = image[:-1], image[-1:]
     if image.dtype != torch.uint8:
@@ -368,24 +369,22 @@ def _over_white(image: Pixels) -> Pixels:
     return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
 
-def _in_channels(image: Pixels, wanted: int) -> Pixels:
-    """The image with the channels that a network takes."""
+def _in_channels(image: Tensor, wanted: int) -> Tensor:
+    """The image with the channels that a network takes; `prepare` repeats grey at the end."""
     channels = image.shape[0]
     if channels == wanted:
         return image
     if wanted not in (1, 3) or channels not in COLOURS:
         raise DataError(
-            f"the image has {channels} channels and the network takes {wanted}; give an array of "
-            f"{wanted}, and its layout if that is not HWC (numpy) or CHW (torch)"
+            f"the image has {channels} channels and the network takes {wanted}; give an array with "
+            f"{wanted}, or state its axes with layout='CHW' or 'HWC'"
         )
     if channels == 4:
         image = _over_white(image)
-    if wanted == 3:
-        return image.expand(3, -1, -1)
-    return _luma(image) if image.shape[0] == 3 else image
+    return _luma(image) if wanted == 1 and image.shape[0] == 3 else image
 
 
-def _luma(image: Pixels) -> Pixels:
+def _luma(image: Tensor) -> Tensor:
     """Grey of ITU-R BT.601, in 8 bits by the same integers as Pillow's mode L."""
     if image.dtype != torch.uint8:
         return (image * image.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0, keepdim=True)
@@ -393,41 +392,51 @@ def _luma(image: Pixels) -> Pixels:
     return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).to(torch.uint8)[None]
 
 
-def _resized(image: Pixels, spec: ImagePreprocessing) -> Pixels:
-    """The image at the card's size, in its own dtype."""
-    height, width = image.shape[-2:]
-    if spec.resize == "squash":
-        size = (spec.size, spec.size)
-    else:  # the longer side is rounded down
-        short = min(height, width)
-        size = (spec.size * height // short, spec.size * width // short)
-    if size[0] * size[1] > MAX_PIXELS:
-        raise DataError(
-            f"the image is {width}x{height} pixels and would be {size[1]}x{size[0]} resized; cut a "
-            "part out of it"
-        )
-    if size == (height, width):
-        return image
-    if spec.interpolation == "nearest":
-        # In integers: in floating point a sample on the border of two pixels falls to either.
-        rows = (2 * torch.arange(size[0]) + 1) * height // (2 * size[0])
-        columns = (2 * torch.arange(size[1]) + 1) * width // (2 * size[1])
-        return image[:, rows][:, :, columns]
-    options: dict[str, Any] = {"mode": spec.interpolation, "antialias": spec.antialias}
-    resized = F.interpolate(image[None], size, **options)[0]
-    # The lobes of the bicubic filter overshoot; for uint8 torch itself rounds and clamps.
-    return resized if image.dtype == torch.uint8 else resized.clamp(0, 1)
+def _resized(image: Tensor, spec: ImagePreprocessing) -> Tensor:
+    """The square at the centre of the resized image, black where it exceeds that, in its own dtype.
 
-
-def _cropped(image: Pixels, side: int) -> Pixels:
-    """The square of so many pixels at the centre; where the image is smaller, black around it.
-
-    Source: ``center_crop`` of torchvision, whose rounding is followed.
+    Source: ``Resize`` and ``CenterCrop`` of torchvision, whose rounding is followed.
     """
     height, width = image.shape[-2:]
-    down, across = max(side - height, 0), max(side - width, 0)
-    if down or across:
-        image = F.pad(image, (across // 2, (across + 1) // 2, down // 2, (down + 1) // 2))
-        height, width = image.shape[-2:]
-    top, left = round((height - side) / 2), round((width - side) / 2)
-    return image[:, top : top + side, left : left + side]
+    short = min(height, width)
+    full = [
+        spec.size if spec.resize == "squash" else spec.size * n // short for n in (height, width)
+    ]
+    if math.prod(full) > MAX_PIXELS:
+        raise DataError(
+            f"the image is {width}x{height} pixels and would be {full[1]}x{full[0]} resized; cut a "
+            "part out of it"
+        )
+    kept = [min(side, spec.crop) for side in full]
+    first = [round((side - n) / 2) for side, n in zip(full, kept, strict=True)]
+    rows, columns = (slice(a, a + n) for a, n in zip(first, kept, strict=True))
+    image = _sampled(image, full, rows, columns, spec)
+    down, across = (spec.crop - n for n in kept)
+    return F.pad(image, (across // 2, (across + 1) // 2, down // 2, (down + 1) // 2))
+
+
+def _sampled(
+    image: Tensor, full: list[int], rows: slice, columns: slice, spec: ImagePreprocessing
+) -> Tensor:
+    """Some rows and columns of the image after resizing it to the height and width in `full`."""
+    if spec.interpolation == "nearest":
+        # In integers: in floating point a sample on the border of two pixels falls to either.
+        down, across = (
+            (2 * torch.arange(after) + 1) * before // (2 * after)
+            for before, after in zip(image.shape[-2:], full, strict=True)
+        )
+        return image[:, down[rows]][:, :, across[columns]]
+    if spec.antialias:
+        # Not by torch: its 8-bit bicubic is up to 5 levels off (2.14), and wrong at a width of 1.
+        method = Image.Resampling[spec.interpolation.upper()]
+        box = (columns.start, rows.start, columns.stop, rows.stop)
+        bands = [Image.fromarray(band.numpy()) for band in image]
+        values = torch.from_numpy(
+            np.stack([band.resize((full[1], full[0]), method).crop(box) for band in bands])
+        )
+    else:
+        values = F.interpolate(image[None].float(), full, mode=spec.interpolation)[0]
+        values = values[:, rows, columns]
+    if image.dtype == torch.uint8:
+        return values.round().clamp(0, 255).to(torch.uint8)
+    return values.clamp(0, 1)  # the lobes of the bicubic filter overshoot

@@ -7,7 +7,6 @@ Papers:
 
 Differs from the papers:
     * The stride of a bottleneck sits on its 3x3 convolution, not on the first 1x1 ("v1.5").
-    * Wide here means twice the channels inside a bottleneck; the paper widens basic blocks for CIFAR.
 
 State-dict keys, their order and every bit of the outputs are those of torchvision 0.29.
 
@@ -40,14 +39,14 @@ class ResNetConfig:
     width_per_group: int = 64  # ResNeXt's d: channels of a group in the first stage, at width 64
     num_classes: int = 1000
     in_channels: int = 3
-    zero_init_residual: bool = False  # blocks start as identities; +0.2-0.3 % top-1, arXiv:1706.02677
+    zero_init_residual: bool = False  # blocks start as identities (arXiv:1706.02677, section 5.1)
     gradient_checkpointing: bool = False  # in training: less memory, one more forward pass
 
     def __post_init__(self) -> None:
         if len(self.depths) != 4 or min(self.depths) < 1:
             raise ConfigError(
-                f"depths is {shown(self.depths)}; it takes the number of blocks of each of the four "
-                "stages, at least 1"
+                f"depths is {shown(self.depths)}; it takes the number of blocks of each of "
+                "the four stages, at least 1"
             )
         for name in ("width", "groups", "width_per_group", "num_classes", "in_channels"):
             if getattr(self, name) < 1:
@@ -59,9 +58,28 @@ class ResNetConfig:
             )
         if self.width * self.width_per_group < 64:
             raise ConfigError(
-                f"width {self.width} and width_per_group {self.width_per_group} leave a group without "
-                "channels; their product is at least 64"
+                f"width {self.width} and width_per_group {self.width_per_group} leave a group "
+                "without channels; their product is at least 64"
             )
+
+
+def conv(
+    in_channels: int, out_channels: int, kernel_size: int, *, stride: int = 1, groups: int = 1
+) -> nn.Conv2d:
+    """Convolution without bias, since a norm follows, padded to keep the size at stride 1."""
+    padding = kernel_size // 2
+    return nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False
+    )
+
+
+def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """Shortcut where the shape changes, or None (He et al., section 3.3, option B)."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(
+        conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
+    )
 
 
 class BasicBlock(nn.Module):
@@ -127,6 +145,12 @@ class Bottleneck(nn.Module):
         return self.relu3(y + (x if self.downsample is None else self.downsample(x)))
 
 
+BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
+    "basic": BasicBlock,
+    "bottleneck": Bottleneck,
+}
+
+
 class Stage(nn.Sequential):
     """Blocks at one resolution (He et al., table 1: conv2_x to conv5_x)."""
 
@@ -140,6 +164,20 @@ class Stage(nn.Sequential):
         for block in self:
             x = checkpointed(block, x) if recompute else block(x)
         return x
+
+
+def stage(config: ResNetConfig, index: int) -> Stage:
+    """Stage `index`, from 0; each but the first halves the resolution, doubles the channels."""
+    block = BLOCKS[config.block]
+    channels = config.width * 2**index
+    out_channels = channels * block.expansion
+    in_channels, stride = (config.width, 1) if index == 0 else (out_channels // 2, 2)
+    blocks = [block(in_channels, channels, stride=stride, config=config)]
+    for _ in range(1, config.depths[index]):
+        blocks.append(block(out_channels, channels, stride=1, config=config))
+    built = Stage(*blocks)
+    built.gradient_checkpointing = config.gradient_checkpointing
+    return built
 
 
 class ResNet(nn.Module):
@@ -158,6 +196,9 @@ class ResNet(nn.Module):
         self.layer3 = stage(config, 2)
         self.layer4 = stage(config, 3)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        first = config.width * BLOCKS[config.block].expansion
+        self.feature_channels = (config.width, first, 2 * first, 4 * first, 8 * first)
+        self.feature_reductions = (2, 4, 8, 16, 32)  # input size over map size, rounded up
         self.fc = nn.Linear(self.feature_channels[-1], config.num_classes)
         self.apply(self.init_weights)
 
@@ -181,21 +222,13 @@ class ResNet(nn.Module):
             last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
             nn.init.zeros_(last.weight)
 
-    @property
-    def feature_channels(self) -> tuple[int, ...]:
-        """Channels of each map of `features`."""
-        width, expansion = self.config.width, BLOCKS[self.config.block].expansion
-        return (width, *(width * 2**i * expansion for i in range(4)))
-
-    @property
-    def feature_reductions(self) -> tuple[int, ...]:
-        """Input size divided by the size of each map of `features`, rounded up."""
-        return 2, 4, 8, 16, 32
-
     def features(
         self, image: Float[Tensor, "batch in_channels height width"]
     ) -> tuple[Float[Tensor, "batch _ _ _"], ...]:
-        """Maps after the stem and after each stage, finest first."""
+        """Maps after the stem and after each stage, finest first.
+
+        They have `feature_channels` channels and the image's size over `feature_reductions`.
+        """
         stem = self._stem(image)
         maps = [stem, self.layer1(self.maxpool(stem))]
         for layer in (self.layer2, self.layer3, self.layer4):
@@ -210,7 +243,8 @@ class ResNet(nn.Module):
         Raises:
             DataError: `image` is no batch of images with the network's channels.
         """
-        x = self.maxpool(self._stem(image))  # not features()[-1]: that keeps the finer maps in memory
+        x = self.maxpool(self._stem(image))
+        # Not features(image)[-1], which would keep the finer maps in memory to the end.
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
@@ -240,40 +274,3 @@ class ResNet(nn.Module):
         if in_channels == self.config.in_channels:
             return {}
         return {"conv1.weight": spread_input(tensors["conv1.weight"], self.config.in_channels)}
-
-
-BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
-    "basic": BasicBlock,
-    "bottleneck": Bottleneck,
-}
-
-
-def stage(config: ResNetConfig, index: int) -> Stage:
-    """Stage number `index` from 0; each but the first halves the resolution and doubles the channels."""
-    block = BLOCKS[config.block]
-    channels = config.width * 2**index
-    out_channels = channels * block.expansion
-    in_channels, stride = (config.width, 1) if index == 0 else (out_channels // 2, 2)
-    blocks = [block(in_channels, channels, stride=stride, config=config)]
-    for _ in range(1, config.depths[index]):
-        blocks.append(block(out_channels, channels, stride=1, config=config))
-    built = Stage(*blocks)
-    built.gradient_checkpointing = config.gradient_checkpointing
-    return built
-
-
-def conv(in_channels: int, out_channels: int, kernel_size: int, *, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """Convolution without bias, since a norm follows, padded to keep the size at stride 1."""
-    padding = kernel_size // 2
-    return nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False
-    )
-
-
-def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Shortcut where the shape changes, or None (He et al., section 3.3, option B)."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(
-        conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
-    )

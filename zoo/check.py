@@ -1,9 +1,9 @@
 """The contract: one function a promise, run over every card, and open to third parties.
 
 ``check_model("acme/their-net")`` runs them all on a plug-in's model. The suite builds the small
-configuration of the card's ``[check]`` table, and nothing over 30 million parameters except on the meta
-device. A known exception stands in the card, ``xfail = { check_bf16 = "why, since which version" }``, and
-must then really fail.
+configuration of the card's ``[check]`` table, and nothing over 30 million parameters except on the
+meta device. A known exception stands in the card, ``xfail = { check_bf16 = "why, since which
+version" }``, and must then really fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zoo.errors import ConfigError, ZooError, nearest, shown
 from zoo.examples import example_inputs, unseen_sizes
 from zoo.loading import make_plan, skeleton_of
 from zoo.saving import save
-from zoo.weights import find_file, open_weights
+from zoo.weights import open_weights
 
 BATCH_TOLERANCE = 2e-5  # of the largest output: what another order of the same additions may change
 BF16_TOLERANCE = 0.05  # of the largest output: 8 bits of mantissa through a few layers
@@ -37,7 +37,7 @@ FAR = {  # packages and domains that loading a model must not import
 
 
 def check_card(name: str) -> None:
-    """The card reads; model, task, configurations, labels and exceptions are what they should be."""
+    """The card reads; model, task, configurations, labels and exceptions are sound."""
     card = cards.card(name)
     cls = registry.symbol(card.model, card)
     base = registry.config_class(cls, card)
@@ -50,17 +50,24 @@ def check_card(name: str) -> None:
     for tag in card.weights:
         narrow = card.with_tag(tag)
         config = build(base, narrow.config, where=f"{name}.{tag}")
-        _require(narrow.labels is None or len(narrow.labels) == config.num_classes, f"labels of {tag}")
+        _require(
+            narrow.labels is None or len(narrow.labels) == config.num_classes, f"labels of {tag}"
+        )
         for metric in narrow.weights[tag].metrics:
             _require(metric.name.count("/") == 2, f"{metric.name!r} is not data/split/metric")
-            _require((metric.command is None) != (metric.source is None), f"{metric.name}: command or source")
+            _require(
+                (metric.command is None) != (metric.source is None),
+                f"{metric.name}: command or source",
+            )
 
 
 def check_parameters(name: str) -> None:
     """The card's number of parameters is that of the model."""
     card = cards.card(name)
     found = sum(p.numel() for p in _on_meta(card).parameters())
-    _require(found == card.parameters, f"{found:,} parameters, and the card says {card.parameters:,}")
+    _require(
+        found == card.parameters, f"{found:,} parameters, and the card says {card.parameters:,}"
+    )
 
 
 def check_stored_shapes(name: str) -> None:
@@ -72,19 +79,26 @@ def check_stored_shapes(name: str) -> None:
 
 
 def check_outputs(name: str) -> None:
-    """Outputs have the names, shapes and dtypes of the card, at the example and at odd sizes; finite."""
+    """Outputs are finite and have the card's shapes and dtypes, at odd sizes too."""
     model = _small(name)
     card = registry.card_of(model)
     for sizes in ({}, *unseen_sizes(card.inputs)):
         inputs = example_inputs(card.inputs, sizes)
         outputs = _forward(model, inputs)
-        _require(len(outputs) == len(card.outputs), f"{len(outputs)} outputs, {len(card.outputs)} on the card")
+        _require(
+            len(outputs) == len(card.outputs),
+            f"{len(outputs)} outputs, {len(card.outputs)} on the card",
+        )
         bound = _bound(card.inputs, inputs)
         for (label, spec), output in zip(card.outputs.items(), outputs, strict=True):
             expected = tuple(_size(axis, bound, model) for axis in spec.shape)
-            _require(tuple(output.shape) == expected, f"{label} is {tuple(output.shape)}, not {expected}")
+            _require(
+                tuple(output.shape) == expected, f"{label} is {tuple(output.shape)}, not {expected}"
+            )
             _require(str(output.dtype) == f"torch.{spec.dtype}", f"{label} is {output.dtype}")
-            _require(bool(output.isfinite().all()), f"{label} is not finite at {sizes or 'the example'}")
+            _require(
+                bool(output.isfinite().all()), f"{label} is not finite at {sizes or 'the example'}"
+            )
 
 
 def check_batch_independence(name: str) -> None:
@@ -100,7 +114,10 @@ def check_batch_independence(name: str) -> None:
             limit = BATCH_TOLERANCE * float(whole.abs().max())
             worst = float((part - single).abs().max())
             _require(worst <= limit, f"row {row} differs by {worst:.1e} alone, limit {limit:.1e}")
-            _require(torch.equal(part.argmax(-1), single.argmax(-1)), f"row {row} decides otherwise alone")
+            _require(
+                torch.equal(part.argmax(-1), single.argmax(-1)),
+                f"row {row} decides otherwise alone",
+            )
 
 
 def check_gradients(name: str) -> None:
@@ -174,7 +191,9 @@ def check_new_head(name: str) -> None:
             for key, tensor in other.state_dict().items():
                 _require(bool(tensor.isfinite().all()), f"{change}: {key} is not finite")
                 if key not in under:
-                    _require(torch.equal(tensor, old[key]), f"{change}: {key} is not the trained one")
+                    _require(
+                        torch.equal(tensor, old[key]), f"{change}: {key} is not the trained one"
+                    )
 
 
 def check_bf16(name: str) -> None:
@@ -204,7 +223,7 @@ def check_two_processes(name: str) -> None:
 
 
 def check_export(name: str) -> None:
-    """pt2 and ONNX files equal the model at sizes they have not seen (the export itself compares)."""
+    """pt2 and ONNX files equal the model at sizes they have not seen; the export compares."""
     from zoo.export import export
 
     model = _small(name)
@@ -233,12 +252,13 @@ def check_golden(name: str) -> None:
 
 
 def check_isolation(name: str) -> None:
-    """In a fresh interpreter, loading and running the model imports no other domain and no big package."""
+    """In a fresh interpreter, the model imports no other domain and no big package."""
     card = cards.card(name)
     code = (
         "import json, sys; sys.path[:0] = json.loads(sys.argv[2]); import zoo\n"
         "from zoo.examples import example_inputs\n"
-        "name, config = json.loads(sys.argv[1]); model = zoo.load(name, pretrained=False, **config)\n"
+        "name, config = json.loads(sys.argv[1]); model = zoo.load(name, pretrained=False, "
+        "**config)\n"
         "model(**example_inputs(model.card.inputs))\n"
         "print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     )
@@ -271,22 +291,26 @@ def run_check(name: str, check: str) -> Result:
         ConfigError: There is no such check.
     """
     if check not in CHECKS:
-        raise ConfigError(f"no check is named {shown(check)};{nearest(check, CHECKS)} see zoo.check.CHECKS")
+        raise ConfigError(
+            f"no check is named {shown(check)};{nearest(check, CHECKS)} see zoo.check.CHECKS"
+        )
     reason = cards.card(name).check.xfail.get(check)
     try:
         CHECKS[check](name)
-    except Exception as error:  # whatever a model raises is a broken promise, never the end of the suite
+    except (
+        Exception
+    ) as error:  # whatever a model raises is a broken promise, never the end of the suite
         line = error.line if isinstance(error, ZooError) else f"{type(error).__name__}: {error}"
         return Result(name, check, reason is not None, f"expected: {reason}" if reason else line)
-    return Result(name, check, reason is None, "passes, and the card expects it to fail" if reason else "")
+    return Result(
+        name, check, reason is None, "passes, and the card expects it to fail" if reason else ""
+    )
 
 
 def check_model(name: str) -> Iterator[Result]:
     """Run every promise for one model."""
     for check in CHECKS:
         yield run_check(name, check)
-
-
 
 
 def _require(claim: bool, otherwise: str) -> None:
@@ -340,7 +364,9 @@ def _size(axis: int | str, bound: Mapping[str, int], model: nn.Module) -> int:
     return bound[axis] if axis in bound else int(getattr(model.config, axis))
 
 
-def _row(inputs: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], row: int) -> dict[str, Tensor]:
+def _row(
+    inputs: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], row: int
+) -> dict[str, Tensor]:
     """One row of a batch without its padding."""
     lengths = [int(inputs[n][row].sum()) for n, s in specs.items() if s.mask]
     if not lengths:
@@ -397,7 +423,9 @@ def _two_process_worker(rank: int, name: str, folder: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     model = _frozen(name)
     whole = example_inputs(registry.card_of(model).inputs, {"batch": 4})
     _gradients(model, {n: t[2 * rank : 2 * rank + 2] for n, t in whole.items()})

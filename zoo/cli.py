@@ -1,4 +1,4 @@
-"""The ``zoo`` command. Each sub-command is the function behind it; ``scripts/X.py`` calls the same one."""
+"""The ``zoo`` command; ``scripts/X.py`` is ``zoo X``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def show(name: Positional[str], /) -> int:
         default = ", the default" if weights.default else ""
         print(f"\nweights {card.name}.{tag}{default} ({weights.licence})")
         for file in weights.files:
-            print(f"  file     {file.name}  sha256 {(file.sha256 or file.upstream_sha256 or '')[:16]}")
+            print(
+                f"  file     {file.name}  sha256 {(file.sha256 or file.upstream_sha256 or '')[:16]}"
+            )
         for source in weights.sources:
             print(f"  source   {source.text}")
         for key, value in weights.preprocessing.items():
@@ -93,7 +95,10 @@ def predict(
         print("\n".join(lines(items, answers)))
     else:
         for item, answer in zip(items, answers, strict=True):
-            print(f"{item}\t" + "  ".join(f"{a.get('label', a.get('text'))} {a['score']:.3f}" for a in answer))
+            print(
+                f"{item}\t"
+                + "  ".join(f"{a.get('label', a.get('text'))} {a['score']:.3f}" for a in answer)
+            )
     return 0
 
 
@@ -102,7 +107,7 @@ def export(
     out: Positional[Path],
     /,
     *,
-    format: Literal["pt2", "onnx"] = "onnx",  # noqa: A002
+    format: Literal["pt2", "onnx"] = "onnx",
 ) -> int:
     """Write a model for deployment, run the file and compare it with the model.
 
@@ -133,7 +138,7 @@ def check(name: Positional[str] = "*", /, *, only: tuple[str, ...] = ()) -> int:
     for model in names:
         for which in only or CHECKS:
             results.append(result := run_check(model, which))
-            print(f"{'ok  ' if result.passed else 'FAIL'} {model} {result.check} {result.message}".rstrip())
+            print(_verdict(result.passed, f"{model} {result.check} {result.message}"))
     failed = sum(not result.passed for result in results)
     print(f"{len(results) - failed} of {len(results)} promises kept")
     return 1 if failed else 0
@@ -172,19 +177,25 @@ def smoke(names: Positional[tuple[str, ...]] = (), /) -> int:
     failed = 0
     for name in chosen:
         golden = run_check(cards.card(name).name, "check_golden")
-        print(f"{'ok  ' if golden.passed else 'FAIL'} {name} golden outputs {golden.message}".rstrip(), flush=True)
+        print(_verdict(golden.passed, f"{name} golden outputs {golden.message}"), flush=True)
         failed += not golden.passed
         for result in evaluation.evaluate(name):
-            print(f"{'ok  ' if result.passed else 'FAIL'} {result}", flush=True)
+            print(_verdict(result.passed, str(result)), flush=True)
             failed += not result.passed
     print(f"{len(chosen)} sets of weights, {failed} failures")
     return 1 if failed else 0
 
 
 def target(name: str) -> str | Path:
-    """A name stays a name; the path of an existing folder that is no model's name is a saved model."""
-    is_folder = Path(name).is_dir() and (not cards.NAME.fullmatch(name) or name not in cards.list_models())
+    """A name, or the path of an existing folder that is no model's name: a saved model."""
+    is_folder = Path(name).is_dir() and (
+        not cards.NAME.fullmatch(name) or name not in cards.list_models()
+    )
     return Path(name) if is_folder else name
+
+
+def _verdict(passed: bool, text: str) -> str:
+    return f"{'ok  ' if passed else 'FAIL'} {text}".rstrip()
 
 
 COMMANDS: dict[str, Callable[..., int]] = {

@@ -1,7 +1,7 @@
 """Frozen dataclasses from plain values, strictly: no unknown field, no wrong type, nothing pruned.
 
-Cards and model configurations are both read through `build`, so that a typo in either is answered with
-the nearest valid name.
+Cards and model configurations are both read through `build`, so that a typo in either is answered
+with the nearest valid name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from zoo.errors import ConfigError, ZooError, nearest, shown
@@ -27,14 +27,16 @@ def build(
     """An instance of a dataclass made from plain values, as TOML or a caller gives them.
 
     Args:
-        cls: Dataclass whose fields are bool, int, float, str, `Literal`, tuples, dicts, optional ones
+        cls: Dataclass whose fields are bool, int, float, str, `Literal`, tuples, dicts, optional
+        ones
             of these, or further dataclasses.
         values: Field values; lists become tuples.
         where: What the values belong to; opens every message.
         error: Class of the error raised.
 
     Raises:
-        ZooError: Of class `error`, for an unknown field (with the nearest names), a missing one or a
+        ZooError: Of class `error`, for an unknown field (with the nearest names), a missing one or
+        a
             value of the wrong type.
     """
     hints = field_types(cls)
@@ -50,15 +52,14 @@ def build(
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if field.name in hints
         and field.name not in kwargs
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
+        and default_of(field) is dataclasses.MISSING
     ]
     if missing:
         raise error(f"{where} lacks {', '.join(missing)}")
     return cls(**kwargs)
 
 
-@lru_cache(maxsize=None)
+@cache
 def field_types(cls: type) -> dict[str, Any]:
     """Type of every field that a caller may set, by name."""
     hints = get_type_hints(cls)
@@ -67,15 +68,23 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value as TOML and JSON hold it: tuples become lists, dataclasses tables, None is left out."""
+    """The value as TOML and JSON hold it; dataclasses become tables without defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if not f.metadata.get("internal")]
-        return plain({name: getattr(value, name) for name in names})
+        fields = [f for f in dataclasses.fields(value) if not f.metadata.get("internal")]
+        values = {f.name: getattr(value, f.name) for f in fields}
+        return {f.name: plain(values[f.name]) for f in fields if values[f.name] != default_of(f)}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return value
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Default of a field; `dataclasses.MISSING` where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _value(value: Any, hint: Any, where: str, error: type[ZooError]) -> Any:
@@ -109,7 +118,8 @@ def _value(value: Any, hint: Any, where: str, error: type[ZooError]) -> Any:
         else:
             raise wrong
         return tuple(
-            _value(v, h, f"{where}[{i}]", error) for i, (v, h) in enumerate(zip(value, items, strict=True))
+            _value(v, h, f"{where}[{i}]", error)
+            for i, (v, h) in enumerate(zip(value, items, strict=True))
         )
     if origin is dict:
         if not isinstance(value, Mapping):

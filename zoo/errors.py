@@ -1,8 +1,8 @@
 """Every exception that is raised on purpose.
 
 A message says what was given, what is true and what to do. Its first line is complete and at most
-200 characters long; details (places looked at, keys) follow, one a line. The command line prints the
-first line, or all of it with ``-v``, and exits with status 2.
+200 characters long; details (places looked at, keys) follow, one a line. The command line prints
+the first line, or all of it with ``-v``, and exits with status 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class ZooError(Exception):
     """Root of the errors of this project.
 
     Args:
-        line: The whole message in one line. Line breaks become spaces; what passes 200 characters is
+        line: The whole message in one line. Line breaks become spaces; what passes 200 characters
+        is
             cut here and printed in full as the first detail.
         details: Further lines, for those who ask (``str(error)`` holds all of them).
     """

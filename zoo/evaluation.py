@@ -61,7 +61,9 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
     stated = {m.name: m for m in card.weights[card.tag or ""].metrics if m.command}
     wanted = [data] if data else list(dict.fromkeys(n.rpartition("/")[0] for n in stated))
     if not wanted:
-        raise ConfigError(f"{card.full_name} states no number that is measured here; name a set with --data")
+        raise ConfigError(
+            f"{card.full_name} states no number that is measured here; name a set with --data"
+        )
     pipe = pipeline(card.full_name)
     for place in wanted:
         dataset, split = _dataset(pipe, place)
@@ -93,7 +95,10 @@ def write_metrics(measured: list[Measured]) -> Path:
     for result in measured:
         entry = next((e for e in entries if e["name"] == result.metric), None)
         if entry is None:
-            raise CardError(f"card {stem} has no metric {result.metric!r} under weights.{tag}; add its table first")
+            raise CardError(
+                f"card {stem} has no metric {result.metric!r} under weights.{tag}; add its table "
+                "first"
+            )
         entry["value"], entry["n"] = round(result.value, 4), result.n
         entry["data_sha256"] = result.data_sha256
     write_atomically(path, tomlkit.dumps(document).encode())
@@ -101,7 +106,7 @@ def write_metrics(measured: list[Measured]) -> Path:
 
 
 def write_golden(name: str) -> Path:
-    """Store an input and this model's outputs for it beside the card; `zoo.check` compares with them."""
+    """Store an input and this model's outputs beside the card, for `check_golden`."""
     import torch
 
     from zoo.examples import example_inputs
@@ -138,7 +143,8 @@ def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset, str]:
     sets: dict[str, Dataset] = pipe.task.datasets
     if name not in sets:
         raise UnknownModelError(
-            f"{pipe.task.name} knows no data set {shown(name)};{nearest(name, sets)} it knows {', '.join(sets)}"
+            f"{pipe.task.name} knows no data set {shown(name)};{nearest(name, sets)} it knows "
+            f"{', '.join(sets)}"
         )
     return sets[name], split
 

@@ -1,4 +1,4 @@
-"""Files of the zoo: written whole or not at all, hashed, and remembered once their hash was seen."""
+"""Files: written whole or not at all, hashed, remembered once hashed, named for what they are."""
 
 from __future__ import annotations
 
@@ -6,16 +6,43 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from zoo.errors import WeightsError, shown
 
 # Two changes within one tick of a file system's clock look alike. FAT has the coarsest clock: 2 s.
 TICK_NS = 2_000_000_000
+
+# What lies where weights were expected: the first bytes, what they are, and what to do.
+_KINDS = [
+    (re.compile(magic, re.DOTALL), kind)
+    for magic, kind in (
+        (rb"\Z", "empty; download it again"),
+        (rb"version https://git-lfs", "a git-lfs pointer, not the file itself; run git lfs pull"),
+        (rb"\s*<(?i:!doctype|\?xml|html)", "an HTML page, not weights; download it again"),
+        (rb"PK\x03\x04.{0,400}data\.pkl", "a PyTorch zip file; use zoo convert FILE NAME"),
+        (rb"PK[\x03\x05]", "a zip archive; unpack it and give the safetensors file in it"),
+        (rb"\x80[\x02-\x05][^\0]", "a pickle, which may run code; use zoo convert FILE NAME"),
+        (rb"\x1f\x8b\x08", "compressed by gzip; gunzip it"),
+        (rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", "a compressed archive; unpack it"),
+        (rb".{257}ustar", "a tar archive; unpack it and give the safetensors file in it"),
+        (rb"GGUF", "a GGUF file, as llama.cpp reads; the zoo reads safetensors"),
+        (rb"\x89HDF", "an HDF5 file, as Keras writes; the zoo reads safetensors"),
+        (rb"\x93NUMPY", "a NumPy array; the zoo reads safetensors"),
+        (rb"\x08[\x01-\x20][\x12\x1a\x22\x3a\x42]", "an ONNX model; the zoo reads safetensors"),
+        (rb"\0+\Z", "filled with zeros, as after an interrupted copy; download it again"),
+        (rb"\s*[{\[][^\0]", "JSON, perhaps a config or an index of shards; give the weights file"),
+        (rb"[\t\r\n -~]+\Z", "a text file, not weights"),
+    )
+]
 
 
 def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> None:
@@ -30,8 +57,8 @@ def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -
         chunks: The bytes, whole or piece by piece. What their iterator raises is passed on.
 
     Raises:
-        OSError: Of the kind that failed, with the path. The old file is untouched or, where the very
-            last flush failed, the new one is complete. No temporary file stays.
+        OSError: What failed, with the path. The old file is untouched or, where the very last flush
+            failed, the new one is complete. No temporary file stays.
     """
     temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(8)}")
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -55,13 +82,34 @@ def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -
         raise
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading, without waiting for the other end of a pipe.
+
+    Raises:
+        WeightsError: There is none, it may not be read, or it is a folder.
+    """
+    without_wait = getattr(os, "O_NONBLOCK", 0)
+    try:
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | without_wait))
+    except OSError as error:
+        raise WeightsError(f"{path.name} cannot be opened: {error.strerror}", str(path)) from error
+
+
+def kind_of(head: bytes) -> str:
+    """What a file that should be weights is instead, and what to do, from its first 512 bytes."""
+    for magic, kind in _KINDS:
+        if magic.match(head):
+            return kind
+    return f"not a safetensors file; it begins with {shown(head[:12])}"
+
+
 def sha256_of(file: Path | BinaryIO) -> str:
     """SHA-256 of a whole file in 64 hex digits; an open file is read from its beginning."""
     if isinstance(file, Path):
-        with file.open("rb", buffering=0) as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        with file.open("rb") as opened:
+            return sha256_of(opened)
     file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 
 
 def home() -> Path:
@@ -93,7 +141,7 @@ def verified(path: Path, stat: os.stat_result, sha256: str) -> bool:
 
 
 def remember(path: Path, stat: os.stat_result, sha256: str, *, began_ns: int) -> None:
-    """Record that a file has this hash. Where nothing can be recorded, it is hashed again next time.
+    """Record that a file has this hash. Where nothing can be written, it is hashed again next time.
 
     A later change shows in the file's time stamps, unless it falls into the same tick of the clock
     as the one before. So a file that was younger than `TICK_NS` when hashing began gets no record.
@@ -131,7 +179,9 @@ def _record(path: Path) -> Path:
 
 
 def _write(descriptor: int, chunk: bytes | memoryview) -> None:
-    rest = memoryview(chunk).cast("B")
+    rest = memoryview(chunk)
+    if rest.nbytes:
+        rest = rest.cast("B")
     while rest:  # one call takes 2 GiB at most
         rest = rest[os.write(descriptor, rest) :]
 

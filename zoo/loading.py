@@ -1,9 +1,9 @@
 """From a file's tensors to a model: plan on names, shapes and dtypes first, allocate afterwards.
 
-The skeleton is built on the meta device, so nothing is allocated or initialised that the file replaces;
-then the file's tensors are assigned. Every tensor of the model has exactly one origin, written in the
-`LoadReport`; a random one needs the caller's word (other classes or another task) and a place under the
-card's `head`.
+The skeleton is built on the meta device, so nothing is allocated or initialised that the file
+replaces; then the file's tensors are assigned. Every tensor of the model has exactly one origin,
+written in the `LoadReport`; a random one needs the caller's word (other classes or another task)
+and a place under the card's `head`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.errors import CardError, WeightsError, shown
-from zoo.tensorfile import TensorInfo, torch_dtype
+from zoo.tensorfile import TensorInfo, cast_all, torch_dtype
 from zoo.weights import Stored
 
 COUNTER = "num_batches_tracked"  # older files lack it; it matters only to norms without a momentum
@@ -157,7 +157,9 @@ def make_plan(
             unexpected.append(source)
         elif (canonical := tied[own]) in sources:
             if own_names[sources[canonical]] == own:
-                raise WeightsError(f"{name}: {source!r} and {sources[canonical]!r} both are {own!r}")
+                raise WeightsError(
+                    f"{name}: {source!r} and {sources[canonical]!r} both are {own!r}"
+                )
             duplicates[source] = sources[canonical]
         else:
             sources[canonical] = source
@@ -168,15 +170,16 @@ def make_plan(
     absent = tuple(own for own in missing if own.endswith(COUNTER))
     missing = [own for own in missing if own not in absent]
     wrong = [
-        own
-        for own, tensor in info.items()
-        if not _fits(tensor, expected[own], adapted.get(own))
+        own for own, tensor in info.items() if not _fits(tensor, expected[own], adapted.get(own))
     ]
     fresh: tuple[str, ...] = ()
     if new_head:
         under = [own for own in expected if tied[own] == own and _under(own, head)]
         stored_head = [source for source, own in own_names.items() if _under(own, head)]
-        if any(own in missing or own in wrong for own in under):  # a head is fresh as a whole
+        output = under[-1].rpartition(".")[0] if under else ""
+        fits = [own for own in under if own in info and own not in wrong]
+        damaged = any(own.rpartition(".")[0] == output for own in fits)  # it has these very classes
+        if len(fits) < len(under) and not damaged:  # a head is fresh as a whole
             fresh = tuple(under)
             dropped = (*dropped, *stored_head)
             sources = {own: source for own, source in sources.items() if own not in under}
@@ -187,7 +190,13 @@ def make_plan(
     if missing or unexpected or wrong:
         raise _misfit(name, missing, unexpected, wrong, info, expected, head)
     return Plan(
-        sources, duplicates, fresh, tuple(a for a in adapted if a in sources), absent, dropped, prefix
+        sources,
+        duplicates,
+        fresh,
+        tuple(a for a in adapted if a in sources),
+        absent,
+        dropped,
+        prefix,
     )
 
 
@@ -196,7 +205,8 @@ def _match(
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Prefix, name in the model of each stored tensor, and declared drops.
 
-    A prefix is stripped only if all names share it and the rest fits the model better than the whole.
+    A prefix is stripped only if all names share it and the rest fits the model better than the
+    whole.
     """
     convert: Callable[[Iterable[str]], dict[str, str | None]] | None
     convert = getattr(skeleton, "convert_keys", None)
@@ -236,7 +246,7 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
 def _adapted(
     skeleton: nn.Module, info: Mapping[str, TensorInfo], stored_channels: int | None
 ) -> dict[str, torch.Size]:
-    """Shapes that the family's `adapt_input` gives, asked on meta tensors; empty if nothing changes."""
+    """Shapes that the family's `adapt_input` gives, asked on meta tensors."""
     if stored_channels is None or not hasattr(skeleton, "adapt_input"):
         return {}
     on_meta = {
@@ -251,7 +261,7 @@ def _adapted(
 
 
 def _fits(stored: TensorInfo, expected: Tensor, adapted: torch.Size | None) -> bool:
-    """True if the shape is right and the dtype can become the model's without losing its meaning."""
+    """True if the shape is right and the dtype can become the model's."""
     shape = tuple(stored.shape if adapted is None else adapted)
     dtype = torch_dtype(stored.dtype)
     same_kind = dtype.is_floating_point and expected.dtype.is_floating_point
@@ -287,12 +297,16 @@ def _misfit(
         parts.append(f"the file lacks {len(missing)} tensors, first {shown(missing[0], 80)}")
     if unexpected:
         parts.append(f"it has {len(unexpected)} unknown ones, first {shown(unexpected[0], 80)}")
-    classes = next((info[own].shape[0] for own in wrong if info[own].shape and _under(own, head)), None)
+    classes = next(
+        (info[own].shape[0] for own in wrong if info[own].shape and _under(own, head)), None
+    )
     if not missing and not unexpected and classes and all(_under(own, head) for own in wrong):
         parts.append(f"pass num_classes={classes}, or other classes for a fresh head")
-    if len(missing) + len(unexpected) > len(expected):
-        parts.append("it belongs to another architecture")
-    details = [f"mismatched: {own}: {has(own)} in the file, {wants(own)} in the model" for own in wrong]
+    if 2 * (len(missing) + len(unexpected) + len(wrong)) > len(expected):
+        parts.insert(0, "the file belongs to another architecture")
+    details = [
+        f"mismatched: {own}: {has(own)} in the file, {wants(own)} in the model" for own in wrong
+    ]
     details += [f"missing: {own}" for own in missing]
     details += [f"unexpected: {source}" for source in unexpected]
     return WeightsError(f"{name}: {'; '.join(parts)}", *details)
@@ -301,16 +315,18 @@ def _misfit(
 def _same(duplicates: Mapping[str, str], held: Mapping[str, Tensor], name: str) -> None:
     for copy, used in duplicates.items():
         if not torch.equal(held[copy], held[used]):
-            raise WeightsError(f"{name}: {copy!r} and {used!r} are one tensor in the model and differ")
+            raise WeightsError(
+                f"{name}: {copy!r} and {used!r} are one tensor in the model and differ"
+            )
 
 
 def _as_dtype(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Floating-point tensors in the wanted dtype; the others as they are."""
-    from zoo.tensorfile import cast_all
-
     wanted = torch.float32 if dtype is None else dtype
     changed = {n: wanted for n, t in tensors.items() if t.is_floating_point() and t.dtype != wanted}
-    return {**tensors, **cast_all({n: tensors[n] for n in changed}, changed)} if changed else tensors
+    return (
+        {**tensors, **cast_all({n: tensors[n] for n in changed}, changed)} if changed else tensors
+    )
 
 
 def _assign(skeleton: nn.Module, tensors: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
@@ -342,10 +358,16 @@ def _initialise(model: nn.Module, fresh: tuple[str, ...], dtype: torch.dtype | N
             for own, old in table.items():
                 if old is None:
                     continue
-                if f"{path}.{own}" not in fresh:  # tied to a loaded one: out of the initialiser's reach
+                if (
+                    f"{path}.{own}" not in fresh
+                ):  # tied to a loaded one: out of the initialiser's reach
                     kept.append((table, own, old))  # type: ignore[arg-type]
-                real = torch.empty_like(old, device="cpu", dtype=torch.float32 if old.is_floating_point() else None)
-                table[own] = nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real  # type: ignore[assignment]
+                real = torch.empty_like(
+                    old, device="cpu", dtype=torch.float32 if old.is_floating_point() else None
+                )
+                table[own] = (
+                    nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real
+                )  # type: ignore[assignment]
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()  # also the running statistics of a norm
         model.init_weights(module)  # type: ignore[operator]
@@ -364,7 +386,8 @@ def restore_buffers(model: nn.Module) -> None:
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise CardError(
-            f"{type(model).__name__}: {left[0]!r} is made neither by the weights nor by init_buffers()"
+            f"{type(model).__name__}: {left[0]!r} is made neither by the weights nor by "
+            "init_buffers()"
         )
 
 
@@ -377,8 +400,8 @@ _originals: dict[str, Any] = {}
 def skeleton_of() -> Iterator[None]:
     """Modules built in this block lie on the meta device, and initialisers leave them alone.
 
-    Running initialisers on meta tensors costs several times the load itself. `torch.nn.init` is shared
-    by all threads, so its functions pass through for every tensor that is not on meta.
+    Running initialisers on meta tensors costs several times the load itself. `torch.nn.init` is
+    shared by all threads, so its functions pass through for every tensor that is not on meta.
     """
     global _depth
     with _lock:

@@ -1,4 +1,4 @@
-"""Raw input in, answers out: a model, its task, and nothing that depends on the rest of the batch."""
+"""Raw input in, answers out; nothing depends on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WINDOW = 16  # batches read ahead, so that items of one size can share a batch
 class Pipeline:
     """A callable from raw inputs to answers.
 
-    One item gives one answer, a list gives a list (for embeddings an array with one row an item). A pair
-    is a tuple. An item's answer is the same alone and in any list.
+    One item gives one answer, a list gives a list (for embeddings an array with one row an item). A
+    pair is a tuple. An item's answer is the same alone and in any list.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int = BATCH_SIZE) -> None:
@@ -60,14 +60,17 @@ class Pipeline:
             if name not in read | decode:
                 able = ", ".join(sorted(read | decode)) or "none"
                 raise ConfigError(
-                    f"{self.task.name} has no option {shown(name)};{nearest(name, read | decode)} it has {able}"
+                    f"{self.task.name} has no option "
+                    f"{shown(name)};{nearest(name, read | decode)} it has {able}"
                 )
         return (
             {k: v for k, v in options.items() if k in read},
             {k: v for k, v in options.items() if k in decode},
         )
 
-    def _answers(self, inputs: Sequence[Any], reading: dict[str, Any], decoding: dict[str, Any]) -> list[Any]:
+    def _answers(
+        self, inputs: Sequence[Any], reading: dict[str, Any], decoding: dict[str, Any]
+    ) -> list[Any]:
         import torch
 
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -77,14 +80,16 @@ class Pipeline:
                 batch = self.task.collate(samples)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 outputs = self.model(**_as_model(batch, self.model))
-                for index, answer in zip(indices, self.task.decode(outputs, **decoding), strict=True):
+                for index, answer in zip(
+                    indices, self.task.decode(outputs, **decoding), strict=True
+                ):
                     answers[index] = answer
         return answers
 
     def _batches(
         self, inputs: Sequence[Any], reading: dict[str, Any]
     ) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
-        """Prepared samples with their positions, near sizes together, at most a window in memory."""
+        """Prepared samples with their positions, near sizes together, a window at a time."""
         window = WINDOW * self.batch_size
         for start in range(0, len(inputs), window):
             samples = []
@@ -107,7 +112,8 @@ def pipeline(
     """A pipeline for a name, a loaded model, or the folder of a saved one.
 
     Args:
-        target: A name means its trained weights, with or without a tag; a pipeline never runs random
+        target: A name means its trained weights, with or without a tag; a pipeline never runs
+        random
             weights by a name.
         batch_size: Items that the model sees at a time.
         **options: Passed to `zoo.load`.
@@ -117,15 +123,17 @@ def pipeline(
             options["pretrained"] = True
         return Pipeline(registry.load(target, **options), batch_size=batch_size)
     if options:
-        raise ConfigError(f"{shown(next(iter(options)))} belongs to zoo.load; this model is loaded already")
+        raise ConfigError(
+            f"{shown(next(iter(options)))} belongs to zoo.load; this model is loaded already"
+        )
     return Pipeline(target, batch_size=batch_size)
 
 
 def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
     """The function from raw input to model input that a card describes.
 
-    One raw item gives one sample without a batch axis: a tensor, or a dict by input name where the model
-    takes several. A list gives the batch, ready for the model.
+    One raw item gives one sample without a batch axis: a tensor, or a dict by input name where the
+    model takes several. A list gives the batch, ready for the model.
     """
     if isinstance(target, str | Path):
         card, _ = registry.resolve(target, True if isinstance(target, str) else None)

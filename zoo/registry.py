@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from zoo import cards
 from zoo.cards import Card
-from zoo.config import build, field_types
+from zoo.config import build, default_of, field_types
 from zoo.errors import (
     CardError,
     ConfigError,
@@ -40,8 +40,8 @@ def load(
     Args:
         name: Name of a card, with or without a tag; or the path of a folder that `save` wrote.
         pretrained: None: trained if and only if the name has a tag. False: random weights, with the
-            tag's configuration. True: the tag in the name, else the card's default. A string is a tag,
-            a path a safetensors file.
+            tag's configuration. True: the tag in the name, else the card's default. A string is a
+            tag, a path a safetensors file.
         task: Another task of the same family, for example "text-classification" for a BERT: a fresh
             head on the trained body.
         device: Where the model is put in the end.
@@ -55,12 +55,10 @@ def load(
     Raises:
         UnknownModelError: No such name or tag.
         ConfigError: No such field, a value of the wrong type, or two different tags.
-        WeightsUnavailableError: The weights are not installed; nothing else is loaded in their place.
-        WeightsError: A file is damaged or does not fit.
+        WeightsUnavailableError: The weights are not installed; nothing else is loaded in their
+        place. WeightsError: A file is damaged or does not fit.
     """
-    import torch
-
-    from zoo.loading import LoadReport, load_into, restore_buffers, skeleton_of
+    from zoo.loading import LoadReport, load_into, skeleton_of
 
     if verify not in ("auto", "always"):
         raise ConfigError(f"verify is {shown(verify)}; it takes 'auto' or 'always'")
@@ -69,7 +67,9 @@ def load(
     trained = path is not None or (card.tag is not None and pretrained is not False)
     cls = symbol(card.model, card)
     base = config_class(cls, card)
-    stored_config = build(base, card.config, where=f"the config of {card.full_name}", error=CardError)
+    stored_config = build(
+        base, card.config, where=f"the config of {card.full_name}", error=CardError
+    )
     if task is not None:
         config = {**config, **_task_field(card, base, task)}
     changes = {k: v for k, v in config.items() if getattr(stored_config, k, None) != v}
@@ -91,7 +91,9 @@ def load(
             name=card.full_name,
             head=card.head,
             new_head="num_classes" in changes or "task" in changes,
-            stored_channels=getattr(stored_config, "in_channels", None) if "in_channels" in changes else None,
+            stored_channels=getattr(stored_config, "in_channels", None)
+            if "in_channels" in changes
+            else None,
             dtype=wanted_dtype,
         )
     model.card = _narrowed(card, final, stored_config, changes, trained)  # type: ignore[assignment]
@@ -102,8 +104,8 @@ def load(
 def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Card, Path | None]:
     """The card that a call means, narrowed to its tag, and the file that replaces the card's own.
 
-    Without a tag written by the caller the network is never touched: the default weights of a card are
-    installed with the zoo.
+    Without a tag written by the caller the network is never touched: the default weights of a card
+    are installed with the zoo.
     """
     card = saved_card(name) if isinstance(name, Path) else cards.card(name)
     tags = [card.tag] if card.tag else []
@@ -114,13 +116,16 @@ def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Car
             )
         if tags and tags != [pretrained]:
             raise ConfigError(
-                f"{card.full_name} names the tag {card.tag!r} and pretrained={pretrained!r} another; give one"
+                f"{card.full_name} names the tag {card.tag!r} and pretrained={pretrained!r} "
+                "another; give one"
             )
         return card.with_tag(pretrained), None
     if isinstance(pretrained, Path):
         return card, pretrained
-    if pretrained not in (None, True, False):
-        raise ConfigError(f"pretrained is {shown(pretrained)}; it takes True, False, a tag or a pathlib.Path")
+    if pretrained is not None and not isinstance(pretrained, bool):
+        raise ConfigError(
+            f"pretrained is {shown(pretrained)}; it takes True, False, a tag or a pathlib.Path"
+        )
     if card.tag or not pretrained:
         return card, None
     if card.default_tag:
@@ -142,7 +147,8 @@ def saved_card(folder: Path) -> Card:
     if len(found) != 1:
         held = f"{len(found)} cards" if found else ("no card" if folder.is_dir() else "nothing")
         raise UnknownModelError(
-            f"{shown(str(folder))} holds {held}; a saved model is a folder with one card (zoo.save writes it)"
+            f"{shown(str(folder))} holds {held}; a saved model is a folder with one card "
+            "(zoo.save writes it)"
         )
     card = cards.read_card(found[0])
     return card.with_tag(next(iter(card.weights), None))
@@ -158,7 +164,9 @@ def symbol(target: str, card: Card) -> Any:
             raise
         top = module_name.partition(".")[0]
         where = getattr(import_module(top), "__file__", None) if error.name != top else None
-        reason = f"{top} was imported from {where}" if where else f"there is no module {error.name!r}"
+        reason = (
+            f"{top} was imported from {where}" if where else f"there is no module {error.name!r}"
+        )
         raise CardError(f"card {card.name} names {target!r}, but {reason}") from error
     if not hasattr(module, attribute):
         close = nearest(attribute, vars(module))
@@ -188,7 +196,9 @@ def card_of(model: nn.Module) -> Card:
     """The card of a model that `load` returned."""
     found = getattr(model, "card", None)
     if not isinstance(found, Card):
-        raise ConfigError(f"this {type(model).__name__} has no card; zoo.load gives models that have one")
+        raise ConfigError(
+            f"this {type(model).__name__} has no card; zoo.load gives models that have one"
+        )
     return found
 
 
@@ -203,8 +213,14 @@ def _task_field(card: Card, base: type, task: str) -> dict[str, Any]:
         return {}
     names = tasks_beside(card)
     if task not in names or "task" not in field_types(base):
-        able = ", ".join(sorted(names)) if "task" in field_types(base) else symbol(card.task, card).name
-        raise ConfigError(f"{card.name} does not do {shown(task)};{nearest(task, names)} it does {able}")
+        able = (
+            ", ".join(sorted(names))
+            if "task" in field_types(base)
+            else symbol(card.task, card).name
+        )
+        raise ConfigError(
+            f"{card.name} does not do {shown(task)};{nearest(task, names)} it does {able}"
+        )
     return {"task": task}
 
 
@@ -219,18 +235,24 @@ def tasks_beside(card: Card) -> dict[str, str]:
     }
 
 
-def _narrowed(card: Card, final: Any, stored_config: Any, changes: dict[str, Any], trained: bool) -> Card:
+def _narrowed(
+    card: Card, final: Any, stored_config: Any, changes: dict[str, Any], trained: bool
+) -> Card:
     """The card of this very model: its configuration, its task, and its weights if it has any."""
     if not trained or "num_classes" in changes or "task" in changes:
         kept = card.weights[card.tag] if card.tag else None
-        if kept is not None:  # preprocessing belongs to the body; labels, numbers and outputs do not
+        if (
+            kept is not None
+        ):  # preprocessing belongs to the body; labels, numbers and outputs do not
             same_labels = "num_classes" not in changes and "task" not in changes
-            kept = replace(kept, metrics=(), golden=None, labels=kept.labels if same_labels else None)
+            kept = replace(
+                kept, metrics=(), golden=None, labels=kept.labels if same_labels else None
+            )
             card = replace(card, weights={card.tag or "": kept})
     values = {
         f.name: getattr(final, f.name)
         for f in fields(final)
-        if f.name in card.config or getattr(final, f.name) != f.default
+        if f.name in card.config or getattr(final, f.name) != default_of(f)
     }
     if "task" in changes:
         card = replace(card, task=tasks_beside(card)[changes["task"]])
@@ -244,7 +266,9 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype is {shown(dtype)}; it takes a floating-point dtype such as torch.bfloat16")
+        raise ConfigError(
+            f"dtype is {shown(dtype)}; it takes a floating-point dtype such as torch.bfloat16"
+        )
     return found
 
 
@@ -254,4 +278,6 @@ def _device(device: Any) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device {shown(device)} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"device {shown(device)} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Write a model as a folder that `zoo.load` and `zoo.pipeline` open: tensors, card, labels, tokenizer."""
+"""Write a model as a folder that `zoo.load` and `zoo.pipeline` open."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def save(
 ) -> Path:
     """Save a model that `zoo.load` gave, trained further or not.
 
-    Every file is written beside its place and renamed, the card last, so that a folder with a card is
-    complete.
+    Every file is written beside its place and renamed, the card last, so that a folder with a card
+    is complete.
 
     Args:
         model: The bare module; its mode and device do not matter.
@@ -49,7 +49,9 @@ def save(
         raise ConfigError(f"{shown(str(folder))} is a file; give a folder to save into")
     others = [path.name for path in folder.glob("*.toml") if path.stem != stem]
     if others:
-        raise ConfigError(f"{shown(str(folder))} already holds {others[0]}; give another folder for {stem}")
+        raise ConfigError(
+            f"{shown(str(folder))} already holds {others[0]}; give another folder for {stem}"
+        )
     names = _labels(card, labels)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -61,7 +63,10 @@ def save(
     for file in old.files[1:] if old else ():
         written.append(_copy(find_file(card, file.name), folder / file.name))
     if names:
-        files.write_atomically(folder / "labels" / f"{stem}.{tag}.txt", "\n".join((*names, "")).encode())
+        (folder / "labels").mkdir(exist_ok=True)
+        files.write_atomically(
+            folder / "labels" / f"{stem}.{tag}.txt", "\n".join((*names, "")).encode()
+        )
     weights = Weights(
         files=tuple(written),
         licence=licence or (old.licence if old else "not stated"),
@@ -85,11 +90,7 @@ def card_text(card: Card) -> str:
     """A card as TOML; values equal to their defaults are left out."""
     import tomlkit
 
-    table = {k: v for k, v in plain(card).items() if v not in ({}, [], None)}
-    table["weights"] = {
-        tag: {k: v for k, v in weights.items() if v not in ({}, [], None, False)}
-        for tag, weights in table.get("weights", {}).items()
-    }
+    table = {key: value for key, value in plain(card).items() if value != {}}
     return tomlkit.dumps(table)
 
 

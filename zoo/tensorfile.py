@@ -1,9 +1,9 @@
 """Safetensors files: read strictly, mapped without a copy, written in one canonical form.
 
-A file is the length of its header (8 bytes, little-endian), the header (a JSON object that gives each
-tensor a dtype, a shape and a span of bytes, and ``__metadata__``, a table of strings), and the bytes
-of the tensors without gaps. The zoo's promises about weights rest on this reader, so it refuses what
-other readers let pass: names given twice, odd names, headers whose size alone fills the memory, bytes
+A file is the length of its header (8 bytes, little-endian), the header (a JSON object that gives
+each tensor a dtype, a shape and a span of bytes, and ``__metadata__``, a table of strings), and the
+bytes of the tensors without gaps. What the zoo promises of weights rests on this reader, so it
+refuses what others let pass: a name given twice, odd names, a header made to fill the memory, bytes
 that belong to no tensor. Headers are read without torch.
 
 Source: https://github.com/huggingface/safetensors#format
@@ -18,62 +18,46 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from zoo.errors import WeightsError, shown
-from zoo.files import write_atomically
+from zoo.files import kind_of, write_atomically
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
 T = TypeVar("T")
 
-# Bytes of one element and torch's name, in the order of the safetensors library, which writes
-# tensors of a later type first.
+# Torch's name and the bytes of one element. The order is that of the safetensors library, which
+# writes tensors of a later type first.
 DTYPES = {
-    "BOOL": (1, "bool"),
-    "U8": (1, "uint8"),
-    "I8": (1, "int8"),
-    "I16": (2, "int16"),
-    "U16": (2, "uint16"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "I32": (4, "int32"),
-    "U32": (4, "uint32"),
-    "F32": (4, "float32"),
-    "F64": (8, "float64"),
-    "I64": (8, "int64"),
-    "U64": (8, "uint64"),
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
 }
 MAX_HEADER = 16 << 20  # bytes
-MAX_TENSORS = 100_000
+MAX_MEMBERS = 100_000  # of the header, and of its metadata
 MAX_NAME = 512  # characters
+MAX_ENTRY = 1024  # characters of JSON about one tensor
 MAX_DIMS = 8
-MAX_ENTRY = 1024  # characters of JSON that describe one tensor
-
-FOREIGN = (
-    (rb"version https://git-lfs", "a git-lfs pointer, not the file itself; run git lfs pull"),
-    (rb"\s*<(?i:!doctype|html|head|body|\?xml)", "an HTML page, not weights; download it again"),
-    (rb"PK\x03\x04.{0,400}data\.pkl", "a PyTorch zip file; zoo convert FILE NAME converts it"),
-    (rb"PK[\x03\x05]", "a zip archive; unpack it and give the safetensors file inside"),
-    (rb"\x80[\x02-\x05]", "a pickle, which may run code; zoo convert FILE NAME converts it safely"),
-    (rb"\x1f\x8b", "compressed by gzip; gunzip it"),
-    (rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", "compressed; unpack it"),
-    (rb".{257}ustar", "a tar archive; unpack it and give the safetensors file inside"),
-    (rb"GGUF", "a GGUF file, of llama.cpp; the zoo reads safetensors"),
-    (rb"\x89HDF", "an HDF5 file, of Keras or MATLAB; the zoo reads safetensors"),
-    (rb"\x93NUMPY", "a NumPy array; the zoo reads safetensors"),
-    (rb"\x08[\x01-\x20][\x12\x1a\x22\x3a\x42]", "an ONNX model; the zoo reads safetensors"),
-    (rb"\0+\Z", "filled with zeros, as a download that broke off is; download it again"),
-    (rb"\s*[{\[]", "JSON text, such as a config or an index of shards; give the weights themselves"),
-    (rb"[\t\r\n -~]+\Z", "text, not weights"),
-)
-_FOREIGN = [(re.compile(magic, re.DOTALL), text) for magic, text in FOREIGN]
+MAX_ELEMENTS = 1 << 59  # also of an empty tensor's other sizes: its strides are counted in bytes
 
 _SPACE = r"[ \t\r\n]*+"
 _TOKEN = r'"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"'
@@ -81,7 +65,9 @@ _OPEN = re.compile(rf"\{{{_SPACE}(\}}?)")
 _KEY = re.compile(rf"{_TOKEN}{_SPACE}:{_SPACE}")
 _STRING = re.compile(_TOKEN)
 _NEXT = re.compile(rf"{_SPACE}(?:,{_SPACE}|(\}}))")
-_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of pairs
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ENTRY = json.JSONDecoder(object_pairs_hook=tuple)  # pairs show a field that is given twice
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class TensorInfo(NamedTuple):
@@ -95,7 +81,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A header that was found to be sound and to account for every byte of its file."""
+    """A header that was found sound and to account for every byte of its file."""
 
     name: str  # of the file, for messages
     tensors: dict[str, TensorInfo]
@@ -104,40 +90,303 @@ class Header:
     size: int  # of the file, in bytes
 
 
-class _Refusal(ValueError):
-    """Why a file is refused, as the rest of a sentence that begins with its name."""
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe is never waited for.
-
-    Raises:
-        WeightsError: There is none, it may not be read, or it is a folder.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", os.O_BINARY))
-        return os.fdopen(descriptor, "rb")
-    except OSError as error:
-        raise _error(str(path), f"cannot be opened: {error.strerror}") from error
-
-
 def read_header(file: BinaryIO, name: str) -> Header:
-    """Read and check the header of an open file.
-
-    Args:
-        file: A regular file, opened for reading in binary.
-        name: What messages call it.
+    """Read and check the header of a file that is open for reading.
 
     Raises:
-        WeightsError: The file is something else, damaged, or says anything that the format does not
-            allow; the reason is in the message.
+        WeightsError: It is no safetensors file, or one that is damaged or says what the format does
+            not allow. The line begins with `name` and says what is wrong.
     """
     try:
-        size, text = _header_text(file)
-        tensors, metadata = _parse(text)
-        data_start = 8 + len(text.encode())
-        return Header(name, _laid_out(tensors, data_start, size), metadata, data_start, size)
-    except _Refusal as refusal:
-        raise _error(name, str(refusal)) from None
+        size, length = sniff(file, name)
+        return _parsed(file.read(length).decode(), 8 + length, size, name)
+    except _RefusedError as refused:
+        raise _error(name, str(refused)) from None
+    except UnicodeDecodeError as error:
+        raise _error(name, f"is damaged: byte {8 + error.start} is not UTF-8") from None
     except OSError as error:
         raise _error(name, f"cannot be read: {error.strerror}") from error
+
+
+def sniff(file: BinaryIO, name: str) -> tuple[int, int]:
+    """Size of a safetensors file and length of its header, which is read next.
+
+    Raises:
+        WeightsError: It is something else, which the message names, or too short for its header.
+    """
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise _error(name, "is a folder or a device, not a file")
+    file.seek(0)
+    head = file.read(512)
+    length, rest = int.from_bytes(head[:8], "little"), status.st_size - 8
+    if length >> 32 or head[8:9] != b"{":
+        raise _error(name, f"is {kind_of(head)}")
+    if length > rest:
+        raise _error(name, f"is cut short: its header has {length:,} bytes and {rest:,} follow")
+    if length > MAX_HEADER:
+        raise _error(name, f"has a header of {length:,} bytes; at most {MAX_HEADER:,} are read")
+    file.seek(8)
+    return status.st_size, length
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Torch's name for a dtype of a header."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[code][0])
+    return dtype
+
+
+def map_tensors(file: BinaryIO, header: Header) -> dict[str, Tensor]:
+    """The tensors of an open file, backed by its pages until they are written to.
+
+    The mapping is private and lives as long as the last tensor: writing into a tensor never changes
+    the file, and replacing the file never changes a tensor. (A mapped file that somebody cuts short
+    in place ends the process; the zoo never writes in place.)
+
+    Raises:
+        WeightsError: The file shrank since its header was read, or holds a BOOL that is not 0 or 1.
+    """
+    import torch
+
+    try:
+        pages = mmap.mmap(file.fileno(), header.size, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise _error(header.name, f"cannot be mapped into memory: {error}") from error
+    tensors = {}
+    for name, (code, shape, start, end) in header.tensors.items():
+        dtype, itemsize = torch_dtype(code), DTYPES[code][1]
+        if start == end:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            continue
+        count = (end - start) // itemsize
+        source, offset = (bytearray(pages[start:end]), 0) if start % itemsize else (pages, start)
+        if code == "BOOL":
+            octets = torch.frombuffer(source, dtype=torch.uint8, count=count, offset=offset)
+            if octets.max() > 1:
+                raise _error(header.name, f"holds bytes other than 0 and 1 in BOOL {shown(name)}")
+        flat = torch.frombuffer(source, dtype=dtype, count=count, offset=offset)
+        tensors[name] = flat.view(shape)
+    return tensors
+
+
+def cast_all(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Tensors on the CPU in other types, all in one block of fresh memory.
+
+    The first touch of fresh memory enters the kernel, page by page, and costs more than to convert;
+    huge pages (2 MiB instead of 4 KiB, where Linux has them) save most of that.
+
+    Args:
+        tensors: By name. One that has its type already is passed on as it is.
+        dtypes: The types wanted, by name; a name that is absent keeps its type.
+    """
+    import torch
+
+    places: dict[str, int] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if dtype != tensor.dtype and tensor.numel():
+            places[name] = size
+            size += -(-tensor.numel() * dtype.itemsize // 64) * 64  # to the next cache line
+    block = _fresh_memory(size) if size else None
+    result = {}
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if block is None or name not in places:
+            result[name] = tensor.to(dtype)
+            continue
+        count, offset = tensor.numel(), places[name]
+        fresh = torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
+        result[name] = fresh.view(tensor.shape).copy_(tensor)
+    return result
+
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as a safetensors file, whole or not at all (`zoo.files.write_atomically`).
+
+    Equal tensors give equal bytes: those of the safetensors library, with the metadata sorted. The
+    tensors may be mapped from the very file that is replaced; one at a time is copied, and only if
+    it is strided or on another device.
+
+    Args:
+        path: The file; its folder exists.
+        tensors: Dense tensors by name; one that has several names is passed under one of them.
+        metadata: Strings by name.
+
+    Raises:
+        WeightsError: A tensor is of another kind or passed twice, or `read_header` would refuse it.
+        OSError: See `write_atomically`.
+    """
+    import torch
+
+    names, header = _header(tensors, metadata, path.name)
+    dense = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in names)
+    write_atomically(path, chain([header], (t.view(torch.uint8).numpy().data for t in dense)))
+
+
+class _RefusedError(ValueError):
+    """Why a header is refused: a sentence without its subject, the file."""
+
+
+def _error(name: str, reason: str) -> WeightsError:
+    short = name if len(name) <= 80 else f"…{name[-79:]}"  # the end of a path says most
+    return WeightsError(f"{short} {reason}", *([] if short == name else [name]))
+
+
+def _parsed(text: str, data_start: int, size: int | None, name: str) -> Header:
+    """The header that this text is; a file that is yet to be written has no size."""
+
+    def member(key: str, at: int) -> tuple[Any, int]:
+        if key == "__metadata__":
+            return _members(text, at, lambda _, at: _string(text, at))
+        return _tensor(text, at, key, data_start)
+
+    tensors, at = _members(text, 0, member)
+    if text[at:].strip(" \t\r\n"):
+        raise _RefusedError(f"is damaged: its header goes on after its end, at character {at}")
+    metadata = tensors.pop("__metadata__", {})
+    end = data_start
+    for key in sorted(tensors, key=lambda key: tensors[key][2:]):
+        start = tensors[key].start
+        if start != end:
+            fault = f"leaves {start - end} unused" if start > end else f"uses {end - start} twice"
+            raise _RefusedError(f"{fault} of the bytes before or in tensor {shown(key)}")
+        end = tensors[key].end
+    if size is not None and size > end:
+        raise _RefusedError(f"has {size - end:,} bytes after its last tensor, which belong to none")
+    if size is not None and size < end:
+        raise _RefusedError(f"is cut short: {size:,} of {end:,} bytes are there")
+    return Header(name, tensors, metadata, data_start, end)
+
+
+def _members(
+    text: str, at: int, read: Callable[[str, int], tuple[T, int]]
+) -> tuple[dict[str, T], int]:
+    """The members of the JSON object at a position, and where it ends.
+
+    `read` takes a key and the position of its value; it gives the value and where that ends. So
+    nothing is built but what is accepted, and a hostile header cannot fill the memory.
+    """
+    members: dict[str, T] = {}
+    found = _expect(_OPEN, text, at, "an object")
+    while not found[1]:
+        found = _expect(_KEY, text, found.end(), "a name")
+        key = _unescaped(found)
+        if key in members:
+            raise _RefusedError(f"names {shown(key)} twice")
+        if len(members) == MAX_MEMBERS:
+            raise _RefusedError(f"names more than {MAX_MEMBERS:,} tensors")
+        members[key], at = read(key, found.end())
+        found = _expect(_NEXT, text, at, "a comma or a closing brace")
+    return members, found.end()
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    found = _expect(_STRING, text, at, "a string")
+    return _unescaped(found), found.end()
+
+
+def _expect(pattern: re.Pattern[str], text: str, at: int, what: str) -> re.Match[str]:
+    if found := pattern.match(text, at):
+        return found
+    raise _RefusedError(f"is damaged: its header lacks {what} at character {at}")
+
+
+def _unescaped(token: re.Match[str]) -> str:
+    body = token[1]
+    if "\\" in body or not body.isascii():
+        try:
+            body, _ = _ENTRY.raw_decode(token.string, token.start(1) - 1)
+            body.encode()  # half a surrogate pair is no text
+        except ValueError:
+            raise _RefusedError(f"is damaged: {shown(token[1])} is no JSON string") from None
+    return body
+
+
+def _tensor(text: str, at: int, name: str, data_start: int) -> tuple[TensorInfo, int]:
+    """What the entry at a position says of a tensor, and where it ends."""
+    if not name or len(name) > MAX_NAME or _CONTROL.search(name):
+        rule = f"1 to {MAX_NAME} characters, no control characters"
+        raise _RefusedError(f"names a tensor {shown(name)}; a name has {rule}")
+    try:
+        pairs, length = _ENTRY.raw_decode(text[at : at + MAX_ENTRY])
+    except (ValueError, RecursionError):
+        raise _RefusedError(f"is damaged: the entry of {shown(name)} cannot be read") from None
+    fields = dict(pairs) if text[at] == "{" else {}
+    if fields.keys() != _FIELDS or len(pairs) != len(_FIELDS):
+        fault = "the entry must be dtype, shape and data_offsets, once each"
+        raise _RefusedError(f"describes {shown(name)} wrongly: {fault}")
+    dtype, shape, span = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if type(dtype) is not str or dtype not in DTYPES:
+        fault = f"dtype {shown(dtype)} is none of {' '.join(DTYPES)}"
+    elif not _are_counts(shape) or len(shape) > MAX_DIMS:
+        fault = f"{shown(shape)} is no shape"
+    elif math.prod(filter(None, shape)) > MAX_ELEMENTS:
+        fault = f"the shape {shown(shape)} is too large"
+    elif not _are_counts(span) or len(span) != 2:
+        fault = f"data_offsets {shown(span)} are not [begin, end]"
+    elif (need := math.prod(shape) * DTYPES[dtype][1]) != span[1] - span[0]:
+        fault = f"{dtype} {shown(shape)} takes {need} bytes, data_offsets are {shown(span)}"
+    else:
+        info = TensorInfo(dtype, tuple(shape), data_start + span[0], data_start + span[1])
+        return info, at + length
+    raise _RefusedError(f"describes {shown(name)} wrongly: {fault}")
+
+
+def _are_counts(values: object) -> bool:
+    if type(values) is not list:
+        return False
+    return not [v for v in values if type(v) is not int or v < 0 or v >> 63]
+
+
+def _header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None, path: str
+) -> tuple[list[str], bytes]:
+    """Names in the order of their bytes, and all that comes before those."""
+    import torch
+
+    codes = {torch_dtype(code): code for code in DTYPES}
+    ranks = {dtype: rank for rank, dtype in enumerate(codes)}
+    seen: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not dense or tensor.is_meta or tensor.dtype not in codes or not isinstance(name, str):
+            kind = tensor.dtype if dense else type(tensor).__name__
+            raise _error(path, f"cannot hold {shown(name)}, {kind}; it takes dense real tensors")
+        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if tensor.numel() and (twin := seen.setdefault(place, name)) != name:
+            raise _error(
+                path, f"was to hold one tensor as {shown(twin)} and {shown(name)}; pass one"
+            )
+    table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    names = sorted(tensors, key=lambda name: (-ranks[tensors[name].dtype], name))
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
+        entry = codes[tensors[name].dtype], list(tensors[name].shape), [start, end]
+        table[name] = dict(zip(("dtype", "shape", "data_offsets"), entry, strict=True))
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":"))
+    try:
+        _parsed(text, 8, None, path)  # nothing is written that is not read again
+        raw = text.encode()
+        if len(raw) > MAX_HEADER - 8:
+            raise _RefusedError(f"has a header of {len(raw):,} bytes")
+    except _RefusedError as refused:
+        raise _error(path, f"would be refused when read: it {refused}") from None
+    raw += b" " * (-len(raw) % 8)
+    return names, len(raw).to_bytes(8, "little") + raw
+
+
+def _fresh_memory(size: int) -> mmap.mmap:
+    """Zeroed memory of this process, on huge pages where there are such."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel built without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block

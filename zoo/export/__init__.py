@@ -262,11 +262,12 @@ def _publish(staging: Path, path: Path) -> list[Path]:
                 os.fsync(opened.fileno())
         for file in staged:
             os.replace(file, path.parent / file.name)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if os.name == "posix":  # elsewhere a folder cannot be opened
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise _unwritable(path, error) from error
     return [path.parent / file.name for file in staged]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from zoo.errors import ExportError, require, shown
+from zoo.examples import axes
 from zoo.export.parity import Run
-from zoo.export.program import Program
+from zoo.export.program import Program, dynamic_axes
 
 SUFFIX = ".onnx"
 PACKAGES: tuple[str, ...] = ("onnx", "onnxscript", "onnxruntime")
@@ -97,15 +98,15 @@ def external_files(path: Path) -> tuple[Path, ...]:
 
 
 def _check_axes(program: Program, graph: Any) -> None:
-    """The converter keeps every name and every open axis."""
+    """The converter has to keep every name and every open axis."""
     for tensors, specs in ((graph.inputs, program.inputs), (graph.outputs, program.outputs)):
         names = [tensor.name for tensor in tensors]
         if names != list(specs):
             raise ExportError(f"the ONNX converter gives the names {names} for {list(specs)}")
-    for tensor in graph.inputs:
-        for place, axis in program.dynamic[tensor.name].items():
-            held = getattr(tensor.shape[place], "value", tensor.shape[place])
-            if held != axis:
-                raise ExportError(
-                    f"the ONNX converter makes {held!r} of the axis {axis!r} of {tensor.name!r}"
-                )
+        for tensor, (name, spec) in zip(tensors, specs.items(), strict=True):
+            for place, axis in dynamic_axes(spec).items():
+                if axis in axes(program.inputs) and isinstance(tensor.shape[place], int):
+                    raise ExportError(
+                        f"the ONNX converter fixes the axis {axis!r} of {name!r} "
+                        f"to {tensor.shape[place]}"
+                    )

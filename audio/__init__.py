@@ -1,0 +1,1 @@
+"""Audio: keyword spotting, speech recognition, voice activity."""

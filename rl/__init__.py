@@ -1,0 +1,1 @@
+"""Reinforcement learning: PPO and policies whose branches are part of the action."""

@@ -1,0 +1,7 @@
+"""``zoo export``, as a script."""
+
+import sys
+
+from zoo.cli import main
+
+main(["export", *sys.argv[1:]])

@@ -1,0 +1,7 @@
+"""``zoo smoke``, as a script."""
+
+import sys
+
+from zoo.cli import main
+
+main(["smoke", *sys.argv[1:]])

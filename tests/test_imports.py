@@ -1,0 +1,58 @@
+"""What importing costs and reaches."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_listing_models_imports_no_torch(fresh_python):
+    code = (
+        "import sys, zoo; names = zoo.list_models(); zoo.list_models(domain='vision'); "
+        "zoo.card(names[0])\n"
+        "print(len(names), 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    count, torch_is_there, numpy_is_there = fresh_python(code).split()
+    assert int(count) > 10
+    assert (torch_is_there, numpy_is_there) == ("False", "False")
+
+
+def test_importing_changes_nothing(fresh_python):
+    code = (
+        "import os, sys, warnings, threading\n"
+        "before = dict(os.environ), list(warnings.filters), threading.active_count(), sys.path[:]\n"
+        "import zoo, zoo.cards, zoo.registry, zoo.cli\n"
+        "after = dict(os.environ), list(warnings.filters), threading.active_count(), sys.path[:]\n"
+        "print(before == after)"
+    )
+    assert fresh_python(code).strip() == "True"
+
+
+def test_the_public_functions_stay_functions_whoever_imports_their_modules(fresh_python):
+    code = (
+        "import zoo.pipeline, zoo.export, zoo\n"
+        "from zoo.pipeline import Pipeline\n"
+        "print([callable(getattr(zoo, name)) and type(getattr(zoo, name)).__name__ for name in "
+        "zoo.__all__])"
+    )
+    assert set(json.loads(fresh_python(code).replace("'", '"'))) == {"function"}
+
+
+def test_the_dependency_rule_holds():
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_lenient_loading_and_no_pickle_anywhere_in_the_packages():
+    lenient = ("strict=False", "import pickle", "weights_only=False", "eval(", "exec(", "yaml.load")
+    for folder in ("zoo", "vision", "nlp", "rl", "audio", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text("utf-8").replace(".eval()", "")
+            for line in text.splitlines():
+                found = [word for word in lenient if word in line.replace("model.eval(", "")]
+                assert not (found and not line.lstrip().startswith("#")), f"{path}: {line}"

