@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from nlp.text import IGNORED, TextPreprocessing, Tokenizer, collate, sample
-from zoo.cards import Card
+from zoo.cards import Card, TensorSpec
 from zoo.config import build
 from zoo.data import Dataset
 from zoo.errors import CardError, DataError, shown
@@ -66,6 +66,7 @@ class TextTask:
     """
 
     name: ClassVar[str]
+    outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
     datasets: ClassVar[dict[str, Dataset]] = {}
 
     def __init__(self, card: Card, file: Callable[[str], Path]) -> None:
@@ -105,6 +106,9 @@ class SentenceEmbedding(TextTask):
     """A vector of unit length for each text; the dot product of two is their likeness."""
 
     name = "sentence-embedding"
+    outputs: ClassVar[dict[str, TensorSpec]] = {
+        "sentence_embedding": TensorSpec(dtype="float32", shape=("batch", "embed_dim"))
+    }
     datasets: ClassVar[dict[str, Dataset]] = {
         "stsb": Dataset(
             name="stsb",
@@ -161,6 +165,14 @@ class SentenceEmbedding(TextTask):
         """The answers to a list as one array (n, dim)."""
         return np.stack(answers)
 
+    def lines(self, texts: Sequence[str], answers: Sequence[np.ndarray]) -> Iterator[str]:
+        """For people: the texts after the first by their likeness to it, best first."""
+        first, *others = answers
+        yield f"{texts[0]}  ({len(first)} numbers)"
+        scores = [float(first @ other) for other in others]
+        for score, text in sorted(zip(scores, texts[1:], strict=True), reverse=True):
+            yield f"{score:6.3f}  {text}"
+
     def measure(self, predict: Predict, examples: Iterable[tuple[Any, float]]) -> dict[str, float]:
         """Spearman's rank correlation of the cosine of each pair with its score."""
         from scipy.stats import spearmanr  # half a second to import
@@ -176,6 +188,9 @@ class TextClassification(TextTask):
     """One class for each text or pair."""
 
     name = "text-classification"
+    outputs: ClassVar[dict[str, TensorSpec]] = {
+        "logits": TensorSpec(dtype="float32", shape=("batch", "num_classes"))
+    }
     datasets: ClassVar[dict[str, Dataset]] = {
         "sst2": Dataset(
             name="sst2",
@@ -206,6 +221,9 @@ class FillMask(TextTask):
     """The words that a text lacks where it says ``[MASK]``."""
 
     name = "fill-mask"
+    outputs: ClassVar[dict[str, TensorSpec]] = {
+        "logits": TensorSpec(dtype="float32", shape=("batch", "tokens", "vocab_size"))
+    }
 
     def read(self, raw: object) -> dict[str, Tensor]:
         """One text as the model takes it, and the characters of each token, for `decode`.

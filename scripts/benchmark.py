@@ -4,15 +4,18 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from zoo.bench import HEADER, SUITES, run_suite
+from zoo.bench import HEADER, compare
 
-if __name__ == "__main__":
-    names = sys.argv[1:] or list(SUITES)
+
+def main(only: str = "") -> None:
+    """Exit with 1 if a promise is not kept."""
     kept = True
     print(HEADER)
-    for name in names:
-        with TemporaryDirectory() as folder:
-            for outcome in run_suite(name, Path(folder)):
-                print(outcome, flush=True)
-                kept &= outcome.kept
+    with TemporaryDirectory() as folder:
+        for outcome in compare(Path(folder), only=only):
+            print(outcome, flush=True)
+            kept &= outcome.kept
     sys.exit(0 if kept else 1)
+
+
+main(*sys.argv[1:])

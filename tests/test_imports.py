@@ -1,5 +1,6 @@
 """What importing costs and reaches."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -48,11 +49,35 @@ def test_the_dependency_rule_holds():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_lenient_loading_and_no_pickle_anywhere_in_the_packages():
-    lenient = ("strict=False", "import pickle", "weights_only=False", "eval(", "exec(", "yaml.load")
+def faults(tree):
+    """Calls and imports that run foreign code or load what does not fit."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            yield from names & {"pickle", "cloudpickle", "dill", "joblib", "yaml", "marshal"}
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in ("eval", "exec", "compile", "os.system", "__import__"):
+                yield name
+            if name == "torch.load" and "weights_only=True" not in ast.unparse(node):
+                yield name
+            yield from {
+                f"{k.arg}=False"
+                for k in node.keywords
+                if k.arg in ("strict", "weights_only") and ast.unparse(k.value) == "False"
+                and name.endswith(("load", "load_state_dict"))
+            }  # fmt: skip
+
+
+def test_the_scan_finds_what_it_looks_for():
+    code = "import pickle; eval(x); torch.load(f); m.load_state_dict(s, strict=False)"
+    assert set(faults(ast.parse(code))) == {"pickle", "eval", "torch.load", "strict=False"}
+
+
+def test_no_lenient_loading_and_no_foreign_code_anywhere_in_the_packages():
     for folder in ("zoo", "vision", "nlp", "rl", "audio", "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
-            text = path.read_text("utf-8").replace(".eval()", "")
-            for line in text.splitlines():
-                found = [word for word in lenient if word in line.replace("model.eval(", "")]
-                assert not (found and not line.lstrip().startswith("#")), f"{path}: {line}"
+            found = set(faults(ast.parse(path.read_text("utf-8"))))
+            if path.name == "convert.py":  # for the name of pickle's error
+                found -= {"pickle"}
+            assert not found, f"{path}: {found}"

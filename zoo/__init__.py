@@ -49,8 +49,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``zoo.pipeline`` and ``zoo.export`` the functions, whoever imports the modules of that
-    name.
+    """Keeps ``zoo.pipeline`` and ``zoo.export`` the functions, whoever imports those modules.
 
     The import system binds a submodule to its package when it is first imported; here the public
     function of the same name stays.

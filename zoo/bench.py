@@ -1,74 +1,53 @@
 """Speed and memory as ratios to named peers: fresh processes, taken in turn, medians.
 
-A measurement is two snippets of code, one of this project and one of a peer that does the same job.
-Each runs in processes of its own, ours and theirs alternating, so that a machine that slows down
-slows both. What is imported before the clock starts is part of the snippet, and so visible.
+A side of a comparison is a function that imports what the job needs, in a process of its own, and
+returns the job; only the job is timed. Ours and the peer's processes alternate, so that a machine
+that slows down slows both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zoo.errors import ConfigError, ZooError, nearest, shown
+from zoo.errors import ConfigError, ZooError, nearest, require, shown
 
-HARNESS = """
-import json, resource, sys, time
-setup, timed = json.loads(sys.argv[1])
-names = {}
-exec(compile(setup, "setup", "exec"), names)
-try:  # the high-water mark starts anew, so that it is that of the timed part
-    with open("/proc/self/clear_refs", "w") as file: file.write("5")
-except OSError: pass
-def status(key):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(key + ":")) / 1024
-before = status("VmRSS")
-start = time.perf_counter()
-exec(compile(timed, "timed", "exec"), names)
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "peak": status("VmHWM") - before, "value": names.get("value")}))
-"""
+Job = Callable[[], Any]  # what it returns, if a number, is printed beside its time
+MINILM = "all-minilm-l6-v2.sbert"
 
 
 @dataclass(frozen=True)
-class Side:
-    """A job: what is done before the clock starts, and what is timed."""
+class Promise:
+    """One job, the peer that does the same, and what is promised."""
 
-    name: str
-    setup: str
-    timed: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two ways to do one job, and how many times faster than the peer ours is promised to be."""
-
-    name: str
-    ours: Side
-    peer: Side | None
-    promise: str  # in words, for the page
-    faster: float | None = None  # at least so many times
-    seconds: float | None = None  # at most so long
-    peak_factor: float | None = None  # at most `value` MiB times this, plus `peak_extra`
-    peak_extra: float = 0.0  # MiB
+    job: str
+    ours: str  # a key of SIDES
+    peer: str | None
+    text: str
+    faster: float | None = None  # at least so many times faster than the peer
+    seconds: float | None = None  # at most
+    peak_factor: float | None = None  # peak memory at most the job's number times this plus 15 MiB
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Medians of one comparison."""
+    """Medians of the processes of one promise."""
 
-    comparison: Comparison
+    promise: Promise
     ours: float  # seconds
     peer: float | None
-    peak: float  # MiB above what the process had before
-    value: float | None  # what the snippet calls `value`, here MiB of tensors
+    peak: float  # MiB above what the process had before the job
+    number: float | None  # that the job returned: MiB of tensors
 
     @property
     def ratio(self) -> float | None:
@@ -78,208 +57,260 @@ class Outcome:
     @property
     def kept(self) -> bool:
         """True if the promise holds."""
-        c = self.comparison
+        p = self.promise
+        room = None if p.peak_factor is None else (self.number or 0) * p.peak_factor + 15
         return (
-            (c.faster is None or (self.ratio or 0) >= c.faster)
-            and (c.seconds is None or self.ours <= c.seconds)
-            and (
-                c.peak_factor is None
-                or self.peak <= (self.value or 0) * c.peak_factor + c.peak_extra
-            )
+            (p.faster is None or (self.ratio or 0) >= p.faster)
+            and (p.seconds is None or self.ours <= p.seconds)
+            and (room is None or self.peak <= room)
         )
 
     def __str__(self) -> str:
         """One row of a Markdown table."""
-        c = self.comparison
-        theirs = (
-            ""
-            if self.peer is None or c.peer is None
-            else f"{1e3 * self.peer:.1f} ms ({c.peer.name})"
+        cells = (
+            self.promise.job,
+            f"{1e3 * self.ours:.1f} ms",
+            "" if self.peer is None else f"{1e3 * self.peer:.1f} ms",
+            "" if self.ratio is None else f"{self.ratio:.1f}x",
+            f"{self.peak:.0f} MiB" + (f" for {self.number:.0f}" if self.number else ""),
+            self.promise.text,
+            "yes" if self.kept else "NO",
         )
-        ratio = "" if self.ratio is None else f"{self.ratio:.1f}x"
-        memory = f"{self.peak:.0f} MiB" + (
-            f" for {self.value:.0f} MiB of tensors" if self.value else ""
-        )
-        verdict = "yes" if self.kept else "NO"
-        return f"| {c.name} | {1e3 * self.ours:.1f} ms | {theirs} | {ratio} | {memory} | {c.promise} | {verdict} |"
+        return "| " + " | ".join(cells) + " |"
 
 
 HEADER = (
     "| job | refzoo | peer | ratio | peak memory | promise | kept |\n|---|--:|--:|--:|---|---|---|"
 )
-OURS = "import torch, zoo, zoo.registry, zoo.loading; from pathlib import Path; torch.set_num_threads(2)\n"
-MIB = "value = sum(t.nbytes for t in model.state_dict().values()) / 2**20\n"
+MEMORY = "at most the tensors + 10 % + 15 MiB"
+
+PROMISES = (
+    Promise("list all models", "list", None, "≤ 0.1 s", seconds=0.1),
+    Promise("hash record and header of ResNet-50", "header", None, "≤ 5 ms", seconds=0.005),
+    Promise(
+        "load ResNet-50 from fp32", "resnet fp32", "torchvision fp32",
+        "≥ 5x torchvision's constructor + torch.load + load_state_dict", faster=5,
+    ),
+    Promise("its memory", "resnet fp32", None, MEMORY, peak_factor=1.1),
+    Promise(
+        "load ResNet-50 from fp16", "resnet fp16", "torchvision fp16",
+        "≥ 3x torchvision's constructor + torch.load + load_state_dict", faster=3,
+    ),
+    Promise("its memory", "resnet fp16", None, MEMORY, peak_factor=1.1),
+    Promise(
+        "load MiniLM", "minilm", "transformers minilm",
+        "≥ 3x AutoModel.from_pretrained on the same files", faster=3,
+    ),
+    Promise("its memory", "minilm", None, MEMORY, peak_factor=1.1),
+    Promise(
+        "new process to the logits of ResNet-50", "cold", "torchvision cold",
+        "faster than torchvision", faster=1,
+    ),
+)  # fmt: skip
 
 
-def load_suite(folder: Path) -> list[Comparison]:
-    """Loading: the first call in a fresh process after the imports, files in the page cache, hash
-    recorded.
+def _list(folder: Path) -> Job:
+    code = "import time; t = time.perf_counter(); import zoo; zoo.list_models()\n"
+    return lambda: {"seconds": float(_python(code + "print(time.perf_counter() - t)"))}
+
+
+def _header(folder: Path) -> Job:
+    from zoo import files, tensorfile
+
+    path = next((folder / "fp32").glob("*.safetensors"))
+    digest = files.sha256_of(path)
+
+    def job() -> None:
+        with path.open("rb") as file:
+            if not files.verified(path, os.fstat(file.fileno()), digest):
+                raise ZooError(f"{path.name} has no record")
+            tensorfile.read_header(file, path.name)
+
+    return job
+
+
+def _resnet(kind: str) -> Callable[[Path], Job]:
+    def side(folder: Path) -> Job:
+        load = _loader("resnet50")
+        return lambda: _mebibytes(load(folder / kind))
+
+    return side
+
+
+def _minilm(folder: Path) -> Job:
+    load = _loader(MINILM)
+    return lambda: _mebibytes(load(MINILM))
+
+
+def _cold(folder: Path) -> Job:
+    code = (
+        "import sys, torch, zoo; from pathlib import Path\n"
+        "model = zoo.load(Path(sys.argv[1]) / 'fp32')\n"
+        "with torch.no_grad(): print(model(torch.ones(1, 3, 224, 224))[0, :3])\n"
+    )
+    return lambda: _python(code, str(folder))
+
+
+def _torchvision(kind: str) -> Callable[[Path], Job]:
+    def side(folder: Path) -> Job:
+        import torch
+
+        models = require("torchvision", "bench").models
+        path = folder / f"{kind}.pth"
+
+        def job() -> None:
+            models.resnet50().load_state_dict(torch.load(path, weights_only=True))
+
+        return job
+
+    return side
+
+
+def _torchvision_cold(folder: Path) -> Job:
+    code = (
+        "import sys, torch, torchvision\n"
+        "model = torchvision.models.resnet50().eval()\n"
+        "model.load_state_dict(torch.load(sys.argv[1] + '/fp32.pth', weights_only=True))\n"
+        "with torch.no_grad(): print(model(torch.ones(1, 3, 224, 224))[0, :3])\n"
+    )
+    return lambda: _python(code, str(folder))
+
+
+def _transformers_minilm(folder: Path) -> Job:
+    from zoo import cards, weights
+
+    transformers = require("transformers", "bench")
+    require("transformers.models.bert.modeling_bert", "bench")
+    source = cards.card(MINILM).weights["sbert"].sources[0]
+    package = weights.package_folder(source)
+    return lambda: transformers.AutoModel.from_pretrained(package) and None
+
+
+SIDES: dict[str, Callable[[Path], Job]] = {
+    "list": _list,
+    "header": _header,
+    "resnet fp32": _resnet("fp32"),
+    "resnet fp16": _resnet("fp16"),
+    "minilm": _minilm,
+    "cold": _cold,
+    "torchvision fp32": _torchvision("fp32"),
+    "torchvision fp16": _torchvision("fp16"),
+    "torchvision cold": _torchvision_cold,
+    "transformers minilm": _transformers_minilm,
+}
+
+
+def compare(folder: Path, *, only: str = "", rounds: int = 9) -> Iterator[Outcome]:
+    """Measure every promise whose job contains a text.
 
     Args:
-        folder: Where the files to load are made.
-    """
-    _make_files(folder)
-    tv = "import torch, torchvision; torch.set_num_threads(2)\n"
-    tv_load = "model = torchvision.models.resnet50(); model.load_state_dict(torch.load({!r}, weights_only=True))\n"
-    comparisons = []
-    for kind, factor in (("fp32", 5.0), ("fp16", 3.0)):
-        ours = Side(
-            "zoo.load",
-            OURS + "import vision.resnet",
-            f"model = zoo.load(Path({str(folder / kind)!r}))\n" + MIB,
-        )
-        theirs = Side("torchvision", tv, tv_load.format(str(folder / f"{kind}.pth")))
-        promise = f"≥ {factor:g} times torchvision's constructor + torch.load + load_state_dict"
-        comparisons.append(
-            Comparison(f"ResNet-50 from {kind}", ours, theirs, promise, faster=factor)
-        )
-        comparisons.append(
-            Comparison(
-                f"memory of ResNet-50 from {kind}", ours, None, "tensors + 10 % + 15 MiB",
-                peak_factor=1.1, peak_extra=15.0,
-            )
-        )  # fmt: skip
-    minilm = Side(
-        "zoo.load",
-        OURS + "import nlp.bert",
-        "model = zoo.load('all-minilm-l6-v2', pretrained=True)\n" + MIB,
-    )
-    hub = Side(
-        "transformers",
-        "import torch, transformers.models.bert.modeling_bert; from transformers import AutoModel\n"
-        "from zoo.cards import card; from zoo.weights import package_folder\n"
-        "source = card('all-minilm-l6-v2.sbert').weights['sbert'].sources[0]\n"
-        "folder = str(package_folder(source)); torch.set_num_threads(2)\n",
-        "model = AutoModel.from_pretrained(folder)",
-    )
-    promise = "≥ 3 times AutoModel.from_pretrained on the same files"
-    comparisons.append(Comparison("MiniLM", minilm, hub, promise, faster=3.0))
-    comparisons.append(
-        Comparison(
-            "memory of MiniLM",
-            minilm,
-            None,
-            "tensors + 10 % + 15 MiB",
-            peak_factor=1.1,
-            peak_extra=15.0,
-        )
-    )
-    listing = Side("zoo", "", "import zoo; zoo.list_models()")
-    comparisons.append(
-        Comparison("import zoo; zoo.list_models()", listing, None, "≤ 0.1 s", seconds=0.1)
-    )
-    header = Side(
-        "zoo",
-        OURS + "from zoo import files, tensorfile; import os\n"
-        f"path = next(Path({str(folder / 'fp32')!r}).glob('*.safetensors')); digest = "
-        "files.sha256_of(path)\n",
-        "with path.open('rb') as file:\n"
-        "    assert files.verified(path, os.fstat(file.fileno()), digest)\n"
-        "    tensorfile.read_header(file, path.name)\n",
-    )
-    comparisons.append(
-        Comparison("hash record and header check", header, None, "≤ 5 ms", seconds=0.005)
-    )
-    cold = f"model = zoo.load(Path({str(folder / 'fp32')!r})); print(model(torch.ones(1, 3, 224, 224))[0, :3])"
-    comparisons.append(
-        Comparison(
-            "cold process to the logits of ResNet-50",
-            Side("zoo", "", "import torch, zoo; from pathlib import Path\nwith torch.no_grad(): " + cold),
-            Side(
-                "torchvision", "",
-                "import torch, torchvision\nwith torch.no_grad():\n    "
-                + tv_load.format(str(folder / "fp32.pth")).strip()
-                + "\n    print(model.eval()(torch.ones(1, 3, 224, 224))[0, :3])",
-            ),
-            "faster",
-            faster=1.0,
-        )
-    )  # fmt: skip
-    return comparisons
-
-
-def _make_files(folder: Path) -> None:
-    """A random ResNet-50 as saved folders and as pickles, in fp32 and fp16; both read once, so recorded."""
-    code = OURS + (
-        "import sys, time; folder = Path(sys.argv[1])\n"
-        "from zoo import tensorfile, files; from zoo.saving import card_text\n"
-        "import dataclasses\n"
-        "model = zoo.load('resnet50')\n"
-        "state = model.state_dict()\n"
-        "half = "
-        "{k: v.half() if v.is_floating_point() and 'running' not in k else v for k, v in state.items()}\n"
-        "for kind, tensors in (('fp32', state), ('fp16', half)):\n"
-        "    zoo.save(model, folder / kind); torch.save(tensors, folder / f'{kind}.pth')\n"
-        "    path = next((folder / kind).glob('*.safetensors')); tensorfile.write(path, tensors, "
-        "{})\n"
-        "    toml = folder / kind / 'resnet50.toml'; text = toml.read_text()\n"
-        "    import re\n"
-        "    text = re.sub('sha256 = .*', f'sha256 = \"{files.sha256_of(path)}\"', text)\n"
-        "    toml.write_text(re.sub(r'\\nsize = .*', f'\\nsize = {path.stat().st_size}', text))\n"
-        "time.sleep(2.5)\n"  # a file is recorded once it is older than a tick of the coarsest clock
-        "for kind in ('fp32', 'fp16'): zoo.load(folder / kind)\n"
-        "zoo.load('all-minilm-l6-v2', pretrained=True)\n"
-    )
-    _python(code, str(folder))
-
-
-SUITES = {"load": load_suite}
-
-
-def run_suite(name: str, folder: Path, *, rounds: int = 9) -> Iterator[Outcome]:
-    """Measure every comparison of a suite.
-
-    Args:
-        name: A key of `SUITES`.
-        folder: For the suite's files; empty.
-        rounds: Processes of each side; the first of each is not counted.
+        folder: Empty; the files to load are made in it.
+        only: The text; empty for all.
+        rounds: Processes of each side that are counted, after one that is not.
 
     Raises:
-        ConfigError: There is no such suite.
-        ZooError: A snippet failed, for example because a peer is not installed.
+        ConfigError: No job contains the text.
+        ZooError: A process failed.
     """
-    if name not in SUITES:
-        raise ConfigError(
-            f"no suite is named {shown(name)};{nearest(name, SUITES)} there are {', '.join(SUITES)}"
-        )
-    for comparison in SUITES[name](folder):
+    chosen = [promise for promise in PROMISES if only in promise.job]
+    if not chosen:
+        jobs = [promise.job for promise in PROMISES]
+        raise ConfigError(f"no job contains {shown(only)};{nearest(only, jobs)} see zoo.bench")
+    make_files(folder)
+    for promise in chosen:
         ours, theirs = [], []
         for _ in range(rounds + 1):
-            ours.append(_measure(comparison.ours))
-            if comparison.peer:
-                theirs.append(_measure(comparison.peer))
+            ours.append(_measured(promise.ours, folder))
+            if promise.peer:
+                theirs.append(_measured(promise.peer, folder))
         yield Outcome(
-            comparison,
-            statistics.median(m["seconds"] for m in ours[1:]),
-            statistics.median(m["seconds"] for m in theirs[1:]) if theirs else None,
-            statistics.median(m["peak"] for m in ours[1:]),
-            ours[0]["value"],
+            promise,
+            statistics.median(one["seconds"] for one in ours[1:]),
+            statistics.median(one["seconds"] for one in theirs[1:]) if theirs else None,
+            statistics.median(one["peak"] for one in ours[1:]),
+            ours[0]["number"],
         )
 
 
-def _measure(side: Side) -> dict[str, float]:
-    found: dict[str, float] = json.loads(
-        _python(HARNESS, json.dumps([side.setup, side.timed])).splitlines()[-1]
-    )
+def make_files(folder: Path) -> None:
+    """A random ResNet-50 in fp32 and fp16, as saved folders and pickles, verified and recorded."""
+    import torch
+
+    from zoo import files, registry, saving, tensorfile
+
+    model = registry.load("resnet50")
+    for kind in ("fp32", "fp16"):
+        saving.save(model, folder / kind)
+        tensors = model.state_dict()
+        if kind == "fp16":  # norm statistics keep their own type
+            half = {n for n, t in tensors.items() if t.is_floating_point() and "running" not in n}
+            tensors = {n: t.half() if n in half else t for n, t in tensors.items()}
+        torch.save(tensors, folder / f"{kind}.pth")
+        path = next((folder / kind).glob("*.safetensors"))
+        tensorfile.write(path, tensors)
+        card = folder / kind / "resnet50.toml"
+        text = re.sub(r"size = \d+", f"size = {path.stat().st_size}", card.read_text("utf-8"))
+        text = re.sub('sha256 = ".*"', f'sha256 = "{files.sha256_of(path)}"', text)
+        card.write_text(text, "utf-8")
+    time.sleep(files.TICK_NS / 1e9)  # younger files are not recorded
+    for kind in ("fp32", "fp16"):
+        registry.load(folder / kind)
+    registry.load(MINILM)
+
+
+def _loader(name: str) -> Callable[..., Any]:
+    """`zoo.load` with everything imported that it needs for a model."""
+    from importlib import import_module
+
+    from zoo import cards, registry
+
+    import_module("zoo.loading")
+    registry.symbol(cards.card(name).model, cards.card(name))
+    return registry.load
+
+
+def _mebibytes(model: Any) -> float:
+    return float(sum(t.nbytes for t in model.state_dict().values()) / 2**20)
+
+
+def _measured(side: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_python("", "-m", "zoo.bench", side, str(folder)))
     return found
 
 
-def _python(code: str, argument: str) -> str:
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
-        "PYTHONWARNINGS": "ignore",
-    }
+def _python(code: str, *arguments: str) -> str:
+    """Last line that a fresh interpreter prints."""
+    quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, argument],
+        [sys.executable, *(["-c", code] if code else []), *arguments],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, **quiet},
         check=False,
     )
     if done.returncode:
-        raise ZooError(
-            f"a benchmark's process failed: {done.stderr.strip().splitlines()[-1]}", done.stderr
-        )
-    return done.stdout
+        last = done.stderr.strip().splitlines()[-1]
+        raise ZooError(f"a process of the benchmark failed: {last}", done.stderr)
+    return done.stdout.splitlines()[-1]
+
+
+def _status(key: str) -> float:
+    """A line of this process's memory accounts, in MiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{key}:")) / 1024
+
+
+def main(side: str, folder: str) -> None:
+    """Run one side in this process and print what it took."""
+    job = SIDES[side](Path(folder))
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts anew
+    before, start = _status("VmRSS"), time.perf_counter()
+    result = job()
+    found = {"seconds": time.perf_counter() - start, "peak": _status("VmHWM") - before}
+    found |= result if isinstance(result, dict) else {}
+    print(json.dumps({**found, "number": result if isinstance(result, float) else None}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

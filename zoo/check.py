@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from zoo import cards, registry, tensorfile
 from zoo.cards import Card, TensorSpec
@@ -49,7 +50,7 @@ def check_card(name: str) -> None:
         _require(promise in CHECKS, f"xfail names {shown(promise)};{nearest(promise, CHECKS)}")
     for tag in card.weights:
         narrow = card.with_tag(tag)
-        config = build(base, narrow.config, where=f"{name}.{tag}")
+        config: Any = build(base, narrow.config, where=f"{name}.{tag}")
         _require(
             narrow.labels is None or len(narrow.labels) == config.num_classes, f"labels of {tag}"
         )
@@ -126,7 +127,8 @@ def check_gradients(name: str) -> None:
     _spread(model)
     _probe(model(**example_inputs(registry.card_of(model).inputs))).backward()
     for label, parameter in model.named_parameters():
-        _require(parameter.grad is not None, f"{label} gets no gradient")
+        if parameter.grad is None:
+            raise AssertionError(f"{label} gets no gradient")
         _require(bool(parameter.grad.isfinite().all()), f"the gradient of {label} is not finite")
         _require(bool(parameter.grad.any()), f"the gradient of {label} is all zero")
 
@@ -183,7 +185,7 @@ def check_new_head(name: str) -> None:
         if "task" in field_types(base):
             changes = [{"task": task, "num_classes": 3} for task in registry.tasks_beside(card)]
         for change in changes:
-            other = registry.load(name, pretrained=file, **{**config, **change})
+            other: Any = registry.load(name, pretrained=file, **{**config, **change})
             under = {k for k in other.state_dict() if _under_head(k, card)}
             fresh = set(other.load_report.fresh)
             _require(fresh <= under, f"{change}: {sorted(fresh - under)} fresh outside the head")
@@ -211,11 +213,11 @@ def check_bf16(name: str) -> None:
 def check_two_processes(name: str) -> None:
     """Gradients averaged over two processes are those of one process on the joined batch."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_two_process_worker, (name, folder), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(_two_process_worker, (name, folder), nprocs=2)
         model = _frozen(name)
         _gradients(model, example_inputs(registry.card_of(model).inputs, {"batch": 4}))
         with (Path(folder) / "gradients.safetensors").open("rb") as file:
-            shared = tensorfile.map_tensors(file, tensorfile.read_header(file, "gradients"))
+            shared = tensorfile.read_tensors(file, tensorfile.read_header(file, "gradients"))
     for label, parameter in model.named_parameters():
         limit = 1e-5 * float(parameter.grad.abs().max()) + 1e-7  # type: ignore[union-attr]
         worst = float((parameter.grad - shared[label]).abs().max())  # type: ignore[operator]
@@ -242,7 +244,7 @@ def check_golden(name: str) -> None:
         if golden is None:
             continue
         with (card.folder / golden).open("rb") as file:
-            stored = tensorfile.map_tensors(file, tensorfile.read_header(file, golden))
+            stored = tensorfile.read_tensors(file, tensorfile.read_header(file, golden))
         model = registry.load(f"{name}.{tag}")
         outputs = _forward(model, {label: stored[f"input.{label}"] for label in card.inputs})
         for label, output in zip(card.outputs, outputs, strict=True):
@@ -333,7 +335,7 @@ def _frozen(name: str) -> nn.Module:
 
 def _on_meta(card: Card) -> nn.Module:
     cls = registry.symbol(card.model, card)
-    config = build(registry.config_class(cls, card), card.config, where=card.full_name)
+    config: Any = build(registry.config_class(cls, card), card.config, where=card.full_name)
     with skeleton_of():
         model: nn.Module = cls(config)
     return model
@@ -392,7 +394,7 @@ def _spread(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
 
 
 def _same_state(one: nn.Module, other: nn.Module) -> None:
@@ -429,9 +431,9 @@ def _two_process_worker(rank: int, name: str, folder: str) -> None:
     model = _frozen(name)
     whole = example_inputs(registry.card_of(model).inputs, {"batch": 4})
     _gradients(model, {n: t[2 * rank : 2 * rank + 2] for n, t in whole.items()})
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
     if rank == 0:
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         tensorfile.write(Path(folder) / "gradients.safetensors", gradients, {})
     dist.destroy_process_group()

@@ -119,7 +119,8 @@ def export(
     from zoo.export import export as run
     from zoo.registry import load
 
-    model = load(target(name), **({"pretrained": True} if not Path(name).is_dir() else {}))
+    chosen = target(name)
+    model = load(chosen, pretrained=True if isinstance(chosen, str) else None)
     print(run(model, out, format=format))
     return 0
 

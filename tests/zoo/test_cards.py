@@ -63,7 +63,11 @@ def test_a_card_mirrors_its_keys_as_attributes(tmp_path):
         ('sha256 = "' + "0" * 64, 'sha256 = "' + "0" * 63, ["63", "64"]),
         ('sha256 = "' + "0" * 64, 'sha256 = "' + "Z" * 64, ["sha256"]),
         (', sha256 = "' + "0" * 64 + '"', "", ["no sha256"]),
-        ("files =", "default = true\nsources = [{kind='https', url='https://a.b/'}]\nfiles =", ["default"]),
+        (
+            "files =",
+            "default = true\nsources = [{kind='https', url='https://a/'}]\nfiles =",
+            ["default"],
+        ),
         ("files =", "sources = [{kind='hub', repo='a/b', revision='main'}]\nfiles =", ["40 hex"]),
         ("files = [{", "sources = [{kind='https', url='http://a.b/'}]\nfiles = [{", ["https://"]),
         ("files = [{", "sources = [{kind='ftp', url='x'}]\nfiles = [{", ["package", "hub"]),

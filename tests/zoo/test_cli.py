@@ -125,7 +125,7 @@ def test_a_check_that_fails_is_status_1(capsys, monkeypatch):
 
 
 def test_a_model_is_exported_and_compared(capsys, saved, tmp_path):
-    code, out, _ = run(capsys, "export", str(saved), str(tmp_path / "out"), "--format", "pt2")
+    code, _, _ = run(capsys, "export", str(saved), str(tmp_path / "out"), "--format", "pt2")
     assert code == 0
     assert list((tmp_path / "out").glob("*.pt2"))
 

@@ -88,7 +88,7 @@ def test_a_training_checkpoint_becomes_the_file_of_its_weights(
     assert (size, sha256) == (target.stat().st_size, files.sha256_of(target))
     with target.open("rb") as file:
         header = tensorfile.read_header(file, "a")
-        found = tensorfile.map_tensors(file, header)
+        found = tensorfile.read_tensors(file, header)
     assert header.metadata == {}
     assert found.keys() == state.keys()
     for name, tensor in state.items():

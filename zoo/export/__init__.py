@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -23,7 +24,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-import zoo
 from zoo.cards import Card
 from zoo.config import plain
 from zoo.errors import ConfigError, ExportError, ZooError, nearest, require, shown
@@ -170,7 +170,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             "outputs": card.outputs,
             "weights_sha256": loaded,
             "tensors_sha256": _tensors_sha256(model),
-            "zoo_version": zoo.__version__,
+            "zoo_version": sys.modules["zoo"].__version__,  # the package imports this layer
         }
     )
 
