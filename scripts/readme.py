@@ -1,6 +1,7 @@
 """Write the model table and the annotated tree into README.md; with --check, only compare."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,9 +69,10 @@ def main() -> None:
     path = ROOT / "README.md"
     text = old = path.read_text("utf-8")
     for name, content in (("models", table()), ("tree", tree())):
-        head, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, tail = rest.partition(f"\n<!-- /{name} -->")
-        text = head + begin + content + end + tail
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not marks.search(text):
+            sys.exit(f"README.md has no place for the {name}")
+        text = marks.sub(lambda m, content=content: f"{m[1]}{content}\n{m[2]}", text)
     if "--check" in sys.argv:
         sys.exit("README.md is out of date; run python scripts/readme.py" if text != old else 0)
     path.write_text(text, "utf-8")

@@ -65,7 +65,7 @@ def test_what_contributing_says_adds_a_model(tmp_path):
     """Follow the two steps outside the repository, as a plug-in; every promise must hold."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     family = re.search(r"   ```python\n(.*?)   ```", text, re.DOTALL)[1]
-    card = re.search(r"   ```toml\n(model .*?)   ```", text, re.DOTALL)[1]
+    card = re.search(r"   ```toml\n(   model .*?)   ```", text, re.DOTALL)[1]
     package = tmp_path / "their_package"
     (package / "cards").mkdir(parents=True)
     (package / "__init__.py").touch()
