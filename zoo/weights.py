@@ -70,7 +70,9 @@ def open_path(path: Path) -> Stored:
     try:
         return _open(path, str(path), None, None, "auto")
     except OSError as error:
-        reason = "it is a folder" if path.is_dir() else error.strerror
+        reason = (
+            "a folder; zoo.load(Path(…)) opens a saved model" if path.is_dir() else error.strerror
+        )
         raise WeightsError(f"cannot read weights {shown(str(path))}: {reason}") from error
 
 
