@@ -29,7 +29,7 @@ prove: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "refzoo needs Python 3.11 or newer; make PYTHON=python3.11 names one")'
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[all]'
 	touch $@
 
 clean:

@@ -52,7 +52,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         print(
             "   "
-            + str(zoo.export("efficientnet_lite0", folder, format="onnx")).replace("\n", "\n   ")
+            + str(zoo.export("all-minilm-l6-v2", folder, format="onnx")).replace("\n", "\n   ")
         )
 
 
