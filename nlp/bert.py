@@ -226,6 +226,11 @@ class Bert(nn.Module):
         Raises:
             DataError: A row is longer than `config.max_length`, or an id is not in the vocabulary.
         """
+        if input_ids.ndim != 2:
+            raise DataError(
+                f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
+                "one text becomes a batch with input_ids[None]"
+            )
         mask = self._mask(input_ids, attention_mask)
         self._check(input_ids, mask)
         input_ids = torch.where(mask, input_ids, self.config.pad_id)

@@ -66,6 +66,7 @@ class TextTask:
     """
 
     name: ClassVar[str]
+    inputs: ClassVar[dict[str, TensorSpec]] = {}  # beside ids and mask
     outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
     datasets: ClassVar[dict[str, Dataset]] = {}
 
@@ -188,6 +189,9 @@ class TextClassification(TextTask):
     """One class for each text or pair."""
 
     name = "text-classification"
+    inputs: ClassVar[dict[str, TensorSpec]] = {  # pairs have two segments
+        "token_type_ids": TensorSpec(dtype="int64", shape=("batch", "tokens"), range=(0, 2))
+    }
     outputs: ClassVar[dict[str, TensorSpec]] = {
         "logits": TensorSpec(dtype="float32", shape=("batch", "num_classes"))
     }

@@ -124,7 +124,8 @@ class Tokenizer:
         if dropped and not self.truncated:
             warnings.warn(
                 f"a text of {length} tokens is cut to max_length={self.max_length}: {dropped} are "
-                "dropped; further ones are cut without a warning, and counted in .truncated",
+                "dropped; further ones are cut without a warning, and counted in "
+                "pipeline.task.tokenizer.truncated",
                 stacklevel=3,
             )
         self.truncated += dropped > 0

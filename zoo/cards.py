@@ -225,13 +225,18 @@ def list_models(pattern: str = "*", *, domain: str | None = None) -> list[str]:
     Args:
         pattern: Shell pattern that the name matches.
         domain: Only models of this domain.
-
-    Raises:
-        ConfigError: Never; an unknown domain gives an empty list.
     """
     known = _index()
     names = sorted((n for n in known if fnmatchcase(n, pattern)), key=_natural)
-    return [n for n in names if domain is None or read_card(known[n], name=n).domain == domain]
+    return [n for n in names if domain is None or _domain(known[n], n) == domain]
+
+
+def _domain(path: Path, name: str) -> str | None:
+    try:
+        return read_card(path, name=name).domain
+    except CardError as error:
+        warnings.warn(f"left out: {error.line}", stacklevel=3)
+        return None
 
 
 def list_weights(name: str) -> list[str]:
@@ -339,7 +344,7 @@ def _natural(name: str) -> list[tuple[int, str | int]]:
 
 def _index() -> dict[str, Path]:
     """Every card by name: the zoo's own, then those of plug-ins as ``theirs/name``."""
-    found = {path.stem: path for path in CARDS.glob("*.toml")}
+    found = {path.stem: path for path in CARDS.glob("*.toml") if NAME.fullmatch(path.stem)}
     for plugin, folder in _plugins():
         found.update({f"{plugin}/{path.stem}": path for path in folder.glob("*.toml")})
     return found

@@ -26,7 +26,7 @@ from zoo.cards import Card, TensorSpec
 from zoo.config import build, field_types
 from zoo.errors import ConfigError, ZooError, nearest, shown
 from zoo.examples import example_inputs, unseen_sizes
-from zoo.loading import make_plan, skeleton_of
+from zoo.loading import make_plan, skeleton_of, under
 from zoo.saving import save
 from zoo.weights import open_weights
 
@@ -76,7 +76,8 @@ def check_stored_shapes(name: str) -> None:
     card = cards.card(name)
     for tag in registry.installed_tags(card):
         narrow = card.with_tag(tag)
-        make_plan(_on_meta(narrow), open_weights(narrow).header.tensors, name=narrow.full_name)
+        with open_weights(narrow) as stored:
+            make_plan(_on_meta(narrow), stored.header.tensors, name=narrow.full_name)
 
 
 def check_outputs(name: str) -> None:
@@ -183,16 +184,20 @@ def check_new_head(name: str) -> None:
         if "num_classes" in field_types(base):
             changes.append({"num_classes": 3})
         if "task" in field_types(base):
-            changes = [{"task": task, "num_classes": 3} for task in registry.tasks_beside(card)]
+            classes = {"num_classes": 3}
+            changes = [
+                {"task": task, **(classes if "classification" in task else {})}
+                for task in registry.tasks_beside(card)
+            ]
         for change in changes:
             other: Any = registry.load(name, pretrained=file, **{**config, **change})
-            under = {k for k in other.state_dict() if _under_head(k, card)}
+            head = {k for k in other.state_dict() if under(k, card.head)}
             fresh = set(other.load_report.fresh)
-            _require(fresh <= under, f"{change}: {sorted(fresh - under)} fresh outside the head")
+            _require(fresh <= head, f"{change}: {sorted(fresh - head)} fresh outside the head")
             old = model.state_dict()
             for key, tensor in other.state_dict().items():
                 _require(bool(tensor.isfinite().all()), f"{change}: {key} is not finite")
-                if key not in under:
+                if key not in head:
                     _require(
                         torch.equal(tensor, old[key]), f"{change}: {key} is not the trained one"
                     )
@@ -409,10 +414,6 @@ def tensorfile_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
         start = tensorfile.read_header(file, path.name).data_start
     return path.read_bytes()[start:]
-
-
-def _under_head(key: str, card: Card) -> bool:
-    return any(key == prefix or key.startswith(prefix + ".") for prefix in card.head)
 
 
 def _gradients(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:

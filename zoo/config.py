@@ -90,6 +90,8 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def _value(value: Any, hint: Any, where: str, error: type[ZooError]) -> Any:
     """The value converted to the type of its field, or the error that says what the field takes."""
     origin, args = get_origin(hint), get_args(hint)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a number of classes is often labels.max() + 1
     wrong = error(f"{where} is {shown(value)}; it takes {_spelled(hint)}")
     if hint is Any:
         return value

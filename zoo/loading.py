@@ -33,7 +33,7 @@ class LoadReport:
     model: str
     source: str  # a place, or "random"
     sha256: str | None = None
-    verified: str = "nothing to verify"
+    verified: str = "no file"
     tensors: Mapping[str, str] = field(default_factory=dict)  # name in the model -> origin
     fresh: tuple[str, ...] = ()  # initialised anew
     adapted: tuple[str, ...] = ()  # changed to fit the input channels
@@ -45,7 +45,9 @@ class LoadReport:
 
     def __str__(self) -> str:
         """The report in a few lines."""
-        lines = [f"{self.model}: {len(self.tensors)} tensors from {self.source} ({self.verified})"]
+        count = len(self.tensors) - (0 if self.source == "random" else len(self.fresh))
+        total = f"{self.model}: {count} of {len(self.tensors)} tensors"
+        lines = [f"{total} from {self.source} ({self.verified})"]
         if self.prefix:
             lines.append(f"prefix stripped from all names: {self.prefix}")
         for title, names in (
@@ -180,18 +182,18 @@ def make_plan(
     ]
     fresh: tuple[str, ...] = ()
     for part in head if new_head else ():  # a head is fresh as a whole, and each on its own
-        under = [own for own in expected if tied[own] == own and _under(own, (part,))]
-        fits = [own for own in under if own in info and own not in wrong]
-        output = under[-1].rpartition(".")[0] if under else ""
+        part_of = [own for own in expected if tied[own] == own and under(own, (part,))]
+        fits = [own for own in part_of if own in info and own not in wrong]
+        output = part_of[-1].rpartition(".")[0] if part_of else ""
         if any(own.rpartition(".")[0] == output for own in fits):
             continue  # the file has these very classes: what does not fit is damaged
-        left = [source for source, own in own_names.items() if _under(own, (part,))]
-        fresh += tuple(under)
+        left = [source for source, own in own_names.items() if under(own, (part,))]
+        fresh += tuple(part_of)
         dropped += tuple(left)
-        sources = {own: source for own, source in sources.items() if own not in under}
-        missing = [own for own in missing if own not in under]
-        wrong = [own for own in wrong if own not in under]
-        absent = tuple(own for own in absent if own not in under)
+        sources = {own: source for own, source in sources.items() if own not in part_of}
+        missing = [own for own in missing if own not in part_of]
+        wrong = [own for own in wrong if own not in part_of]
+        absent = tuple(own for own in absent if own not in part_of)
         unexpected = [source for source in unexpected if source not in left]
     if missing or unexpected or wrong:
         raise _misfit(name, missing, unexpected, wrong, info, expected, head)
@@ -287,7 +289,8 @@ def _fits(stored: TensorInfo, expected: Tensor, adapted: torch.Size | None) -> b
     return shape == tuple(expected.shape) and (same_kind or dtype == expected.dtype)
 
 
-def _under(own: str, head: tuple[str, ...]) -> bool:
+def under(own: str, head: tuple[str, ...]) -> bool:
+    """True if a name lies under one of the prefixes of a head."""
     return any(own == prefix or own.startswith(prefix + ".") for prefix in head)
 
 
@@ -317,9 +320,9 @@ def _misfit(
     if unexpected:
         parts.append(f"it has {len(unexpected)} unknown ones, first {shown(unexpected[0], 80)}")
     classes = next(
-        (info[own].shape[0] for own in wrong if info[own].shape and _under(own, head)), None
+        (info[own].shape[0] for own in wrong if info[own].shape and under(own, head)), None
     )
-    if not missing and not unexpected and classes and all(_under(own, head) for own in wrong):
+    if not missing and not unexpected and classes and all(under(own, head) for own in wrong):
         parts.append(f"pass num_classes={classes}, or other classes for a fresh head")
     if 2 * (len(missing) + len(unexpected) + len(wrong)) > len(expected):
         parts.insert(0, "the file belongs to another architecture")

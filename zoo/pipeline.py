@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ class Pipeline:
     """A callable from raw inputs to answers.
 
     One item gives one answer, a list gives a list (for embeddings an array with one row an item). A
-    pair is a tuple. An item's answer is the same alone and in any list.
+    pair is a tuple. An item's answer is the same alone and in any list, up to float32's rounding.
+    The model answers in eval mode and is in its own mode again afterwards.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int = BATCH_SIZE) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it takes a whole number from 1")
-        self.model = model.eval()
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size is {shown(batch_size)}; it takes a whole number from 1")
+        self.model = model
         self.card = registry.card_of(model)
         self.task = registry.make_task(model)
         self.batch_size = batch_size
@@ -76,14 +78,15 @@ class Pipeline:
 
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         answers: list[Any] = [None] * len(inputs)
-        with torch.inference_mode():
+        with _evaluating(self.model), torch.inference_mode():
             for indices, samples in self._batches(inputs, reading):
                 batch = self.task.collate(samples)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 outputs = self.model(**_as_model(batch, self.model))
-                for index, answer in zip(
-                    indices, self.task.decode(outputs, **decoding), strict=True
-                ):
+                if self._decodes_samples:
+                    decoding = {**decoding, "samples": samples}
+                decoded = self.task.decode(outputs, **decoding)
+                for index, answer in zip(indices, decoded, strict=True):
                     answers[index] = answer
         return answers
 
@@ -93,14 +96,10 @@ class Pipeline:
         """Prepared samples with their positions, near sizes together, a window at a time."""
         window = WINDOW * self.batch_size
         for start in range(0, len(inputs), window):
-            samples = []
-            for index in range(start, min(start + window, len(inputs))):
-                try:
-                    samples.append((index, self.task.read(inputs[index], **reading)))
-                except DataError as error:
-                    if len(inputs) == 1:
-                        raise
-                    raise DataError(f"item {index}: {error.line}", *error.details) from error
+            samples = [
+                (index, _read(self.task, inputs, index, reading))
+                for index in range(start, min(start + window, len(inputs)))
+            ]
             samples.sort(key=lambda item: max(tensor.numel() for tensor in item[1].values()))
             for first in range(0, len(samples), self.batch_size):
                 part = samples[first : first + self.batch_size]
@@ -113,15 +112,15 @@ def pipeline(
     """A pipeline for a name, a loaded model, or the folder of a saved one.
 
     Args:
-        target: A name means its trained weights, with or without a tag; a pipeline never runs
-        random
-            weights by a name.
+        target: A name means its trained weights, with or without a tag; random ones are never run
+            unless ``pretrained=False`` asks for them.
         batch_size: Items that the model sees at a time.
         **options: Passed to `zoo.load`.
     """
     if isinstance(target, str | Path):
-        if isinstance(target, str) and "pretrained" not in options:
-            options["pretrained"] = True
+        target = registry.located(target)
+        if isinstance(target, str):
+            options.setdefault("pretrained", True)
         return Pipeline(registry.load(target, **options), batch_size=batch_size)
     if options:
         raise ConfigError(
@@ -137,6 +136,7 @@ def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
     model takes several. A list gives the batch, ready for the model.
     """
     if isinstance(target, str | Path):
+        target = registry.located(target)
         card, _ = registry.resolve(target, True if isinstance(target, str) else None)
         from zoo.weights import find_file
 
@@ -148,12 +148,44 @@ def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
         items = raw if isinstance(raw, list) else [raw]
         if not items:
             raise DataError("the list of inputs is empty; give at least one item")
-        batch = task.collate([task.read(item, **options) for item in items])
+        able = _keywords(task.read)
+        for name in options:
+            if name not in able:
+                raise ConfigError(
+                    f"reading for {task.name} has no option {shown(name)};{nearest(name, able)} "
+                    f"it has {', '.join(sorted(able)) or 'none'}"
+                )
+        batch = task.collate([_read(task, items, index, options) for index in range(len(items))])
         if not isinstance(raw, list):
             batch = {name: tensor[0] for name, tensor in batch.items()}
         return next(iter(batch.values())) if len(batch) == 1 else batch
 
     return prepare
+
+
+def _read(
+    task: Any, inputs: Sequence[Any], index: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """One prepared sample; in a list, an error says which item it is."""
+    try:
+        sample: dict[str, Tensor] = task.read(inputs[index], **options)
+    except DataError as error:
+        if len(inputs) == 1:
+            raise
+        raise DataError(f"item {index}: {error.line}", *error.details) from error
+    return sample
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every submodule gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:

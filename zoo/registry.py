@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from zoo import cards
-from zoo.cards import Card
+from zoo.cards import Card, TensorSpec
 from zoo.config import build, default_of, field_types
 from zoo.errors import (
     CardError,
@@ -75,6 +76,11 @@ def load(
     changes = {k: v for k, v in config.items() if getattr(stored_config, k, None) != v}
     final: Any = build(base, {**card.config, **config}, where=card.name)
 
+    if "num_classes" in changes and not _has_head(cls, final, card):
+        raise ConfigError(
+            f"{card.full_name} has no classes as it is; give task= too, one of "
+            f"{', '.join(tasks_beside(card))}"
+        )
     if not trained:
         model: Any = cls(final)
         report = LoadReport(card.name, "random", tensors=dict.fromkeys(model.state_dict(), "fresh"))
@@ -82,20 +88,19 @@ def load(
         if wanted_dtype is not None:
             model.to(wanted_dtype)
     else:
-        stored = open_path(path) if path else open_weights(card, verify=verify)
         with skeleton_of():
             model = cls(final)
-        report = load_into(
-            model,
-            stored,
-            name=card.full_name,
-            head=card.head,
-            new_head="num_classes" in changes or "task" in changes,
-            stored_channels=getattr(stored_config, "in_channels", None)
-            if "in_channels" in changes
-            else None,
-            dtype=wanted_dtype,
-        )
+        channels = stored_config.in_channels if "in_channels" in changes else None
+        with open_path(path) if path else open_weights(card, verify=verify) as stored:
+            report = load_into(
+                model,
+                stored,
+                name=card.full_name,
+                head=card.head,
+                new_head="num_classes" in changes or "task" in changes,
+                stored_channels=channels,
+                dtype=wanted_dtype,
+            )
     model.card = _own_card(card, final, changes, trained)
     model.load_report = report
     loaded: nn.Module = model.to(wanted_device).eval()
@@ -108,6 +113,7 @@ def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Car
     Without a tag written by the caller the network is never touched: the default weights of a card
     are installed with the zoo.
     """
+    name = located(name)
     card = saved_card(name) if isinstance(name, Path) else cards.card(name)
     tags = [card.tag] if card.tag else []
     if isinstance(pretrained, str):
@@ -135,6 +141,14 @@ def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Car
     raise WeightsUnavailableError(
         f"{card.name} has no weights installed with the zoo; zoo pull fetches these: {pullable}"
     )
+
+
+def located(name: str | Path) -> str | Path:
+    """A name stays a name; the path of a folder that is no model's name is a saved model."""
+    if not isinstance(name, str) or not os.path.isdir(name):
+        return name
+    is_name = cards.NAME.fullmatch(name) and name.partition(".")[0] in cards.list_models()
+    return name if is_name else Path(name)
 
 
 def saved_card(folder: Path) -> Card:
@@ -248,17 +262,44 @@ def _own_card(card: Card, final: Any, changes: dict[str, Any], trained: bool) ->
         old = card.weights[card.tag]
         labels = None if other else old.labels
         tag = "custom" if trained else "untrained"
-        kept = replace(old, metrics=(), golden=None, labels=labels, default=False)
+        origin = {"derived_from" if trained else "configured_like": card.full_name}
+        kept = replace(old, metrics=(), golden=None, labels=labels, default=False, origin=origin)
         card = replace(card, tag=tag, weights={tag: kept})
     if "task" in changes:
         target = tasks_beside(card)[changes["task"]]
-        card = replace(card, task=target, outputs=symbol(target, card).outputs)
+        task = symbol(target, card)
+        card = replace(
+            card,
+            task=target,
+            summary=f"{card.name} with a head for {task.name}.",
+            inputs=card.inputs | task.inputs,
+            outputs=task.outputs,
+        )
+    if "in_channels" in changes:
+        inputs = {n: _with_channels(spec, final) for n, spec in card.inputs.items()}
+        card = replace(card, inputs=inputs)
     values = {
         f.name: getattr(final, f.name)
         for f in fields(final)
         if f.name in card.config or getattr(final, f.name) != default_of(f)
     }
     return replace(card, config=values)
+
+
+def _with_channels(spec: TensorSpec, final: Any) -> TensorSpec:
+    """The input of a card for the channels of this model; they are the second axis."""
+    if len(spec.shape) < 3 or not isinstance(spec.shape[1], int):
+        return spec
+    return replace(spec, shape=(spec.shape[0], final.in_channels, *spec.shape[2:]))
+
+
+def _has_head(cls: Any, final: Any, card: Card) -> bool:
+    """True if this configuration builds a layer under one of the card's head prefixes."""
+    from zoo.loading import skeleton_of, under
+
+    with skeleton_of():
+        names = cls(final).state_dict()
+    return any(under(name, card.head) for name in names)
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from zoo import __version__, files, registry, tensorfile
 from zoo.cards import Card, File, Weights, read_card
-from zoo.config import plain
+from zoo.config import build, plain
 from zoo.errors import ConfigError, shown
+from zoo.loading import skeleton_of
 from zoo.weights import find_file
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def save(
     """
     card = registry.card_of(model)
     folder = Path(folder)
-    stem, tag = card.name.rpartition("/")[2], card.tag or "saved"
+    stem, tag = card.name.rpartition("/")[2], "saved"
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{shown(str(folder))} is a file; give a folder to save into")
     others = [path.name for path in folder.glob("*.toml") if path.stem != stem]
@@ -53,11 +54,15 @@ def save(
             f"{shown(str(folder))} already holds {others[0]}; give another folder for {stem}"
         )
     names = _labels(card, labels)
+    _check_config(model, card)
     folder.mkdir(parents=True, exist_ok=True)
 
     old = card.weights[card.tag] if card.tag else None
-    origin = {"saved_from": card.full_name, "zoo_version": __version__}
-    main = _write_tensors(folder / f"{stem}.{tag}.safetensors", model, origin)
+    origin = {
+        "saved_from": (old.origin.get("derived_from") if old else None) or card.full_name,
+        "zoo_version": __version__,
+    }
+    main = write_state(folder / f"{stem}.{tag}.safetensors", model, origin)
     written = [main]
     preprocessing = dict(old.preprocessing) if old else {}
     for file in old.files[1:] if old else ():
@@ -94,7 +99,26 @@ def card_text(card: Card) -> str:
     return tomlkit.dumps(table)
 
 
+def _check_config(model: nn.Module, card: Card) -> None:
+    """Refuse a model whose layers were exchanged: its card would not build it again."""
+    cls = registry.symbol(card.model, card)
+    with skeleton_of():
+        built = cls(
+            build(registry.config_class(cls, card), card.config, where=card.name)
+        ).state_dict()
+    own = model.state_dict()
+    for name in dict.fromkeys((*own, *built)):
+        shapes = [tuple(state[name].shape) if name in state else None for state in (own, built)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{name} is {shapes[0] or 'absent'} here and {shapes[1] or 'absent'} in the "
+                f"configuration of {card.name}; change models by zoo.load(…, num_classes=…)"
+            )
+
+
 def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(labels, str | dict) or not all(isinstance(n, str) for n in labels or ()):
+        raise ConfigError(f"labels is {shown(labels)}; it takes a list of names, one a class")
     names = tuple(labels) if labels is not None else card.labels
     classes = card.config.get("num_classes")
     if names is not None and classes is not None and len(names) != classes:
@@ -104,7 +128,7 @@ def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def _write_tensors(path: Path, model: nn.Module, origin: dict[str, str]) -> File:
+def write_state(path: Path, model: nn.Module, origin: dict[str, str]) -> File:
     """Write the state of a model; a tensor with two names is written under the first."""
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 from zoo import files, tensorfile
-from zoo.cards import Card, File, Source, Weights
+from zoo.cards import Card, File, Source, Weights, read_card
 from zoo.errors import WeightsError, WeightsUnavailableError, shown
 
 if TYPE_CHECKING:
@@ -38,8 +38,16 @@ class Stored:
     tensors: Callable[..., dict[str, Tensor]]  # `tensorfile.read_tensors` of this file
     source: str
     sha256: str | None  # None: no card vouches for the file
-    verified: str  # how: "hashed", "by record" or "not on a card"
+    verified: str  # its hash: "hashed now", "hashed before" or "not on a card"
     notes: tuple[str, ...] = ()  # sources that came first and did not verify
+    file: BinaryIO | None = None  # held open, so that what is read is what was verified
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file:
+            self.file.close()
 
 
 def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
@@ -116,7 +124,12 @@ def package_folder(source: Source) -> Path | None:
 
 def _weights(card: Card) -> Weights:
     if card.tag is None:
-        raise WeightsError(f"{card.name} was asked for weights, and no tag was chosen")
+        path = card.folder / f"{card.name.rpartition('/')[2]}.toml"
+        tag = next(iter(read_card(path, name=card.name).weights), "TAG")
+        raise WeightsError(
+            f"{card.name} was loaded without a tag, so it has no tokenizer or other files; "
+            f"zoo.load('{card.name}.{tag}', pretrained=False) takes those of that tag"
+        )
     return card.weights[card.tag]
 
 
@@ -173,9 +186,9 @@ def _open(path: Path, place: str, sha256: str | None, size: int | None, verify: 
     with path.open("rb") as file:
         how = _check(file, path, sha256, size, verify)
         header = tensorfile.read_header(file, path.name)
-        # A duplicate of the descriptor outlives this block, so what is mapped is what was hashed.
         held = os.fdopen(os.dup(file.fileno()), "rb")
-    return Stored(header, partial(tensorfile.read_tensors, held, header), place, sha256, how)
+    read = partial(tensorfile.read_tensors, held, header)
+    return Stored(header, read, place, sha256, how, file=held)
 
 
 def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, verify: Verify) -> str:
@@ -190,7 +203,7 @@ def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, ver
     if sha256 is None:
         return "not on a card"
     if verify == "auto" and files.verified(path, found, sha256):
-        return "by record"
+        return "hashed before"
     began_ns = time.time_ns()
     digest = files.sha256_of(file)
     if not digest.startswith(sha256):  # some publishers state only the first digits
@@ -198,7 +211,7 @@ def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, ver
             f"{path.name} has sha256 {digest[:12]}…, and the card says {sha256[:12]}…"
         )
     files.remember(path, found, sha256, began_ns=began_ns)
-    return "hashed"
+    return "hashed now"
 
 
 def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Stored:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zoo
-from zoo.errors import ConfigError, DataError, WeightsUnavailableError
+from zoo.errors import ConfigError, DataError, WeightsUnavailableError, ZooError
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +102,35 @@ def test_a_reduced_precision_model_answers_too(saved):
     assert rough(picture(30, 30, 1))[0]["score"] == pytest.approx(
         exact(picture(30, 30, 1))[0]["score"], abs=0.05
     )
+
+
+def test_a_mask_is_filled_with_words_and_their_places():
+    torch.manual_seed(0)
+    pipe = zoo.pipeline("all-minilm-l6-v2", task="fill-mask")
+    text = "Paris is the [MASK] of France."
+    answer = pipe(text, top_k=3)
+    assert [sorted(a) for a in answer] == [["end", "score", "start", "text"]] * 3
+    assert text[answer[0]["start"] : answer[0]["end"]] == "[MASK]"
+    assert [a["text"] for a in pipe([text, "A [MASK]."], top_k=3)[0]] == [a["text"] for a in answer]
+
+
+def test_a_pipeline_answers_in_eval_mode_and_gives_the_mode_back(saved):
+    model = zoo.load(saved).train()
+    model.bn1.eval()
+    pipe = zoo.pipeline(model)
+    before = model.layer1[0].bn1.running_mean.clone()
+    assert pipe(picture(30, 30, 1)) == zoo.pipeline(saved)(picture(30, 30, 1))
+    assert torch.equal(before, model.layer1[0].bn1.running_mean)
+    assert (model.training, model.bn1.training, model.layer1[0].training) == (True, False, True)
+
+
+def test_the_path_of_a_saved_model_may_be_text_or_a_path(saved):
+    item = picture(30, 30, 1)
+    assert zoo.pipeline(str(saved))(item) == zoo.pipeline(saved)(item)
+    assert zoo.load(str(saved)).card.tag == "saved"
+
+
+def test_a_model_without_a_tokenizer_says_how_to_get_one():
+    model = zoo.load("all-minilm-l6-v2", pretrained=False, num_layers=1)
+    with pytest.raises(ZooError, match=r"all-minilm-l6-v2\.sbert"):
+        zoo.pipeline(model)("text")

@@ -203,12 +203,11 @@ class Tied(nn.Module):
 
 
 def test_a_tied_weight_is_stored_once_and_stays_one_object(tmp_path):
-    from dataclasses import replace
+    from zoo.saving import write_state
 
     model = Tied()
-    model.card = replace(zoo.card("resnet18"), weights={}, config={})
-    zoo.save(model, tmp_path)
-    file = tmp_path / "resnet18.saved.safetensors"
+    file = tmp_path / "tied.safetensors"
+    write_state(file, model, {})
     with file.open("rb") as opened:
         header = tensorfile.read_header(opened, "x")
     assert sum(t.end - t.start for t in header.tensors.values()) == 60
@@ -471,3 +470,24 @@ def test_a_swap_of_equal_shapes_is_caught_by_the_cards_hash(trained, tmp_path):
     save_file(tensors, file)
     with pytest.raises(ZooError):
         zoo.load(tmp_path)
+
+
+def test_classes_where_there_are_none_are_refused():
+    with pytest.raises(ConfigError, match="text-classification"):
+        zoo.load("all-minilm-l6-v2", pretrained=True, num_classes=3)
+
+
+def test_a_numpy_number_is_a_number():
+    import numpy as np
+
+    assert zoo.load("resnet18", width=8, num_classes=np.int64(7)).fc.out_features == 7
+
+
+def test_the_card_of_a_model_has_its_own_channels():
+    model = zoo.load("resnet18", width=8, in_channels=1)
+    assert model.card.inputs["image"].shape == ("batch", 1, "height", "width")
+
+
+def test_random_weights_are_not_called_by_the_tag():
+    model = zoo.load("resnet18.imagenet1k_v1", pretrained=False, width=8)
+    assert model.card.full_name == "resnet18.untrained"

@@ -22,7 +22,7 @@ def test_a_saved_model_is_the_same_model(model, tmp_path):
     assert torch.equal(model(image), loaded(image))
     assert loaded.card.labels == ("a", "b", "c")
     assert loaded.card.parameters == sum(p.numel() for p in model.parameters())
-    assert loaded.load_report.verified in ("hashed", "by record")
+    assert loaded.load_report.verified in ("hashed now", "hashed before")
 
 
 def test_saving_again_replaces_and_leaves_no_other_file(model, tmp_path):
@@ -125,3 +125,24 @@ def test_the_file_says_where_it_came_from(model, tmp_path):
         header = tensorfile.read_header(file, "x")
     assert header.metadata["saved_from"] == "resnet18"
     assert all(t.start % 64 == 0 for t in header.tensors.values() if (t.end - t.start) % 64 == 0)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2], "abc", {0: "a", 1: "b", 2: "c"}])
+def test_labels_are_a_list_of_names(model, tmp_path, labels):
+    with pytest.raises(ConfigError, match="list of names"):
+        zoo.save(model, tmp_path / "mine", labels=labels)
+
+
+def test_a_model_whose_layer_was_exchanged_is_refused(model, tmp_path):
+    model.fc = torch.nn.Linear(64, 5)
+    with pytest.raises(ConfigError, match=r"fc\.weight is \(5, 64\) here and \(3, 64\)"):
+        zoo.save(model, tmp_path / "mine")
+
+
+def test_a_saved_card_says_what_it_was_made_from(tmp_path):
+    model = zoo.load("all-minilm-l6-v2", pretrained=True, task="text-classification", num_classes=2)
+    zoo.save(model, tmp_path, labels=["no", "yes"])
+    card = zoo.load(tmp_path).card
+    assert card.weights["saved"].origin["saved_from"] == "all-minilm-l6-v2.sbert"
+    assert "text-classification" in card.summary
+    assert list(card.inputs) == ["input_ids", "attention_mask", "token_type_ids"]

@@ -89,7 +89,7 @@ def export(
     target: str | Path | nn.Module,
     out: str | Path,
     *,
-    format: Literal["pt2", "onnx"],
+    format: Literal["pt2", "onnx"] = "onnx",
     tolerance: float = 1e-4,
     **config: Any,
 ) -> ExportReport:
