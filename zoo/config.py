@@ -28,16 +28,14 @@ def build(
 
     Args:
         cls: Dataclass whose fields are bool, int, float, str, `Literal`, tuples, dicts, optional
-        ones
-            of these, or further dataclasses.
+            ones of these, or further dataclasses.
         values: Field values; lists become tuples.
         where: What the values belong to; opens every message.
         error: Class of the error raised.
 
     Raises:
         ZooError: Of class `error`, for an unknown field (with the nearest names), a missing one or
-        a
-            value of the wrong type.
+            a value of the wrong type.
     """
     hints = field_types(cls)  # type: ignore[arg-type]
     for name in values:

@@ -20,8 +20,7 @@ class ZooError(Exception):
 
     Args:
         line: The whole message in one line. Line breaks become spaces; what passes 200 characters
-        is
-            cut here and printed in full as the first detail.
+            is cut here and printed in full as the first detail.
         details: Further lines, for those who ask (``str(error)`` holds all of them).
     """
 

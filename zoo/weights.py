@@ -56,8 +56,7 @@ def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
     Args:
         card: A card with a tag.
         verify: "auto" skips the hash of a file whose size, time and inode are those recorded when
-        it
-            was last hashed; "always" never skips it.
+            it was last hashed; "always" never skips it.
 
     Raises:
         WeightsUnavailableError: No installed source has the file.
