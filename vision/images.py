@@ -182,6 +182,8 @@ def prepare(
 def _from_path(path: str) -> Pixels:
     name = shown(path)
     try:
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise OSError(None, "it is no regular file")  # a pipe would be waited for
         file = open(path, "rb")  # noqa: SIM115, closed below; only opening is guarded here
     except (OSError, ValueError) as error:
         if os.path.isdir(path):
@@ -296,6 +298,8 @@ def _from_array(raw: np.ndarray | Tensor, layout: str | None) -> Pixels:
     dtype = str(raw.dtype).removeprefix("torch.")
     name = f"the {'tensor' if isinstance(raw, Tensor) else 'array'} of shape {tuple(raw.shape)}"
     layout = _layout(raw, layout, name)
+    if isinstance(raw, Tensor) and (raw.is_meta or raw.layout is not torch.strided):
+        raise DataError(f"{name} holds no dense values; give a dense tensor in memory")
     if isinstance(raw, Tensor):
         numbers = raw.detach().to("cpu", copy=True)
     elif raw.dtype.kind in "buf" and raw.dtype.itemsize <= 8:

@@ -103,6 +103,23 @@ def kind_of(head: bytes) -> str:
     return f"not a safetensors file; it begins with {shown(head[:12])}"
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time, where the file system can lock; nothing relies on it to be right."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def sha256_of(file: Path | BinaryIO) -> str:
     """SHA-256 of a whole file in 64 hex digits; an open file is read from its beginning."""
     if isinstance(file, Path):

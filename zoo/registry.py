@@ -158,6 +158,7 @@ def saved_card(folder: Path) -> Card:
             f"{shown(str(folder))} is a file; give the folder that zoo.save wrote, or "
             "zoo.load(name, pretrained=Path(file))"
         )
+    folder = folder.absolute()
     found = sorted(folder.glob("*.toml"))
     if len(found) != 1:
         held = f"{len(found)} cards" if found else ("no card" if folder.is_dir() else "nothing")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo import __version__, files, registry, tensorfile
-from zoo.cards import Card, File, Weights, read_card
+from zoo.cards import Card, Check, File, Weights
 from zoo.config import build, plain
 from zoo.errors import ConfigError, shown
 from zoo.loading import skeleton_of
@@ -28,8 +29,9 @@ def save(
 ) -> Path:
     """Save a model that `zoo.load` gave, trained further or not.
 
-    Every file is written beside its place and renamed, the card last, so that a folder with a card
-    is complete.
+    Files are called by their hash and the card that names them comes last: whenever the process
+    ends, the folder holds the old model or the new one, whole. What the replaced card named is
+    removed afterwards.
 
     Args:
         model: The bare module; its mode and device do not matter.
@@ -45,7 +47,7 @@ def save(
     """
     card = registry.card_of(model)
     folder = Path(folder)
-    stem, tag = card.name.rpartition("/")[2], "saved"
+    stem = card.name.rpartition("/")[2]
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{shown(str(folder))} is a file; give a folder to save into")
     others = [path.name for path in folder.glob("*.toml") if path.stem != stem]
@@ -56,39 +58,72 @@ def save(
     names = _labels(card, labels)
     _check_config(model, card)
     folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder):
+        saved = _write_parts(model, card, folder, stem, names, licence)
+        files.write_atomically(folder / f"{stem}.toml", card_text(saved).encode())
+        _remove_others(folder, stem, saved)
+    return folder
 
+
+def _write_parts(
+    model: nn.Module,
+    card: Card,
+    folder: Path,
+    stem: str,
+    labels: tuple[str, ...] | None,
+    licence: str | None,
+) -> Card:
+    """Write everything but the card, under names that no other content has; the card to write."""
     old = card.weights[card.tag] if card.tag else None
     origin = {
         "saved_from": (old.origin.get("derived_from") if old else None) or card.full_name,
         "zoo_version": __version__,
     }
-    main = write_state(folder / f"{stem}.{tag}.safetensors", model, origin)
-    written = [main]
-    preprocessing = dict(old.preprocessing) if old else {}
+    state = state_of(model)
+    digest = hashlib.sha256()
+    for piece in tensorfile.encoded(state, origin, name=stem):
+        digest.update(piece)
+    main = folder / f"{stem}.{digest.hexdigest()[:12]}.safetensors"
+    tensorfile.write(main, state, origin)
+    written, preprocessing = [_described(main)], dict(old.preprocessing) if old else {}
     for file in old.files[1:] if old else ():
-        written.append(_copy(find_file(card, file.name), folder / file.name))
-    if names:
-        (folder / "labels").mkdir(exist_ok=True)
-        files.write_atomically(
-            folder / "labels" / f"{stem}.{tag}.txt", "\n".join((*names, "")).encode()
+        source = find_file(card, file.name)
+        copy = _write_hashed(
+            folder, stem, source.read_bytes(), "".join(Path(file.name).suffixes[-2:])
         )
+        written.append(_described(copy))
+        preprocessing = {k: copy.name if v == file.name else v for k, v in preprocessing.items()}
+    listed = None
+    if labels:
+        (folder / "labels").mkdir(exist_ok=True)
+        text = "\n".join((*labels, "")).encode()
+        listed = _write_hashed(folder / "labels", stem, text, ".txt").stem
     weights = Weights(
         files=tuple(written),
         licence=licence or (old.licence if old else "not stated"),
         origin=origin,
         default=True,
-        labels=f"{stem}.{tag}" if names else None,
+        labels=listed,
         preprocessing=preprocessing,
     )
-    saved = replace(
-        card,
-        parameters=sum(p.numel() for p in model.parameters()),
-        weights={tag: weights},
-        check=type(card.check)(),
-    )
-    files.write_atomically(folder / f"{stem}.toml", card_text(saved).encode())
-    read_card(folder / f"{stem}.toml")
-    return folder
+    count = sum(p.numel() for p in model.parameters())
+    return replace(card, parameters=count, weights={"saved": weights}, check=Check())
+
+
+def _write_hashed(folder: Path, stem: str, content: bytes, suffix: str) -> Path:
+    path = folder / f"{stem}.{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
+    files.write_atomically(path, content)
+    return path
+
+
+def _remove_others(folder: Path, stem: str, saved: Card) -> None:
+    """Remove what earlier saves left: files of this model that the card does not name."""
+    weights = saved.weights["saved"]
+    kept = {file.name for file in weights.files} | {f"{weights.labels}.txt", f"{stem}.toml"}
+    ours = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}\.[a-z.]+|\.tmp-\d+-[0-9a-f]+")
+    for path in (*folder.iterdir(), *(folder / "labels").glob("*")):
+        if path.name not in kept and ours.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def card_text(card: Card) -> str:
@@ -123,26 +158,22 @@ def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
     classes = card.config.get("num_classes")
     if names is not None and classes is not None and len(names) != classes:
         raise ConfigError(f"{len(names)} labels for {classes} classes; give one a class")
-    if names is not None and any("\n" in name or not name for name in names):
-        raise ConfigError("a label is empty or holds a line break; labels are written one a line")
+    for name in names or ():
+        if not name.strip() or not name.isprintable():
+            raise ConfigError(
+                f"label {shown(name)} is empty or cannot be printed; labels are written one line each"
+            )
     return names
 
 
-def write_state(path: Path, model: nn.Module, origin: dict[str, str]) -> File:
-    """Write the state of a model; a tensor with two names is written under the first."""
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a model by name; one that has two names stands under the first."""
     first: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if first.setdefault(id(tensor), name) == name:
-            tensors[name] = tensor.detach()
-    tensorfile.write(path, tensors, origin)
-    return _described(path)
-
-
-def _copy(source: Path, target: Path) -> File:
-    if not (target.exists() and os.path.samefile(source, target)):
-        files.write_atomically(target, source.read_bytes())
-    return _described(target)
+    return {
+        name: tensor.detach()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if first.setdefault(id(tensor), name) == name
+    }
 
 
 def _described(path: Path) -> File:

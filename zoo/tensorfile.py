@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -240,11 +240,18 @@ def write(
         WeightsError: A tensor is of another kind or passed twice, or `read_header` would refuse it.
         OSError: See `write_atomically`.
     """
+    write_atomically(path, encoded(tensors, metadata, name=path.name))
+
+
+def encoded(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, name: str
+) -> Iterator[bytes | memoryview]:
+    """The bytes that `write` writes, piece by piece; `name` is what errors call the file."""
     import torch
 
-    names, header = _header(tensors, metadata, path.name)
+    names, header = _header(tensors, metadata, name)
     dense = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in names)
-    write_atomically(path, chain([header], (t.view(torch.uint8).numpy().data for t in dense)))
+    return chain([header], (t.view(torch.uint8).numpy().data for t in dense))
 
 
 class _RefusedError(ValueError):

@@ -76,10 +76,12 @@ def open_path(path: Path) -> Stored:
     """The tensors of a file that the caller names; no card vouches for its content."""
     try:
         return _open(path, str(path), None, None, "auto")
-    except OSError as error:
-        reason = (
-            "a folder; zoo.load(Path(…)) opens a saved model" if path.is_dir() else error.strerror
-        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        if os.path.isdir(path):
+            reason = "a folder; zoo.load(Path(…)) opens a saved model"
         raise WeightsError(f"cannot read weights {shown(str(path))}: {reason}") from error
 
 

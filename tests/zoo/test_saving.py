@@ -1,7 +1,5 @@
 """A saved folder opens everywhere and never half-replaces another."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,17 +26,14 @@ def test_a_saved_model_is_the_same_model(model, tmp_path):
 def test_saving_again_replaces_and_leaves_no_other_file(model, tmp_path):
     for _ in range(2):
         zoo.save(model, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "resnet18.saved.safetensors",
-        "resnet18.toml",
-    ]
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".safetensors", ".toml"]
 
 
 def test_what_another_library_reads_is_what_was_saved(model, tmp_path):
     from safetensors.torch import load_file
 
     zoo.save(model, tmp_path)
-    tensors = load_file(tmp_path / "resnet18.saved.safetensors")
+    tensors = load_file(next(tmp_path.glob("*.safetensors")))
     assert set(tensors) == set(model.state_dict())
     assert all(torch.equal(tensors[k], v) for k, v in model.state_dict().items())
 
@@ -74,7 +69,9 @@ def test_the_canonical_bytes_do_not_depend_on_strides(model, tmp_path):
     [
         (["a"], "1 labels for 3 classes"),
         (["a", "b", ""], "empty"),
-        (["a", "b", "c\nd"], "line break"),
+        (["a", "b", "c\nd"], "one line each"),
+        (["a", "b", "c\r"], "printed"),
+        (["a", "b", "\ud800"], "printed"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused_before_anything_is_written(
@@ -121,7 +118,7 @@ def test_a_failure_while_writing_keeps_the_old_model(model, tmp_path, monkeypatc
 
 def test_the_file_says_where_it_came_from(model, tmp_path):
     zoo.save(model, tmp_path)
-    with Path(tmp_path, "resnet18.saved.safetensors").open("rb") as file:
+    with next(tmp_path.glob("*.safetensors")).open("rb") as file:
         header = tensorfile.read_header(file, "x")
     assert header.metadata["saved_from"] == "resnet18"
     assert all(t.start % 64 == 0 for t in header.tensors.values() if (t.end - t.start) % 64 == 0)
@@ -146,3 +143,77 @@ def test_a_saved_card_says_what_it_was_made_from(tmp_path):
     assert card.weights["saved"].origin["saved_from"] == "all-minilm-l6-v2.sbert"
     assert "text-classification" in card.summary
     assert list(card.inputs) == ["input_ids", "attention_mask", "token_type_ids"]
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch, zoo
+torch.set_num_threads(1)
+folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+models = []
+for value in (1.0, 2.0):
+    model = zoo.load("resnet18", width=8, num_classes=2)
+    with torch.no_grad():
+        model.fc.bias.fill_(value)
+    models.append((model, [f"{value}", "other"]))
+zoo.save(models[0][0], folder, labels=models[0][1])
+random.seed(0)
+for kill in range(kills):
+    child = os.fork()
+    if child == 0:
+        while True:
+            for model, labels in models:
+                zoo.save(model, folder, labels=labels)
+    time.sleep(random.uniform(0.01, 0.12))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = zoo.load(folder)
+    assert found.card.labels[0] == f"{float(found.fc.bias[0])}", "labels of another save"
+    left = len([p for p in folder.rglob("*") if p.is_file()])
+    assert left <= 10, f"{left} files left"
+zoo.save(models[0][0], folder, labels=models[0][1])
+print(sorted(p.suffix for p in folder.rglob("*") if p.is_file()))
+"""
+
+
+@pytest.mark.parametrize(
+    "kills", [40, pytest.param(1000, marks=[pytest.mark.prove, pytest.mark.untyped])]
+)
+def test_a_kill_at_any_instant_leaves_the_old_model_or_the_new_one(fresh_python, tmp_path, kills):
+    out = fresh_python(KILLS, str(tmp_path / "mine"), str(kills))
+    assert out.strip() == "['.safetensors', '.toml', '.txt']"
+
+
+def test_processes_that_save_into_one_folder_leave_one_whole_model(fresh_python, tmp_path):
+    code = (
+        KILLS.partition("random.seed(0)")[0]
+        + """
+children = []
+for number in range(4):
+    child = os.fork()
+    if child == 0:
+        for _ in range(5):
+            model, labels = models[number % 2]
+            zoo.save(model, folder, labels=labels)
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+found = zoo.load(folder)
+assert found.card.labels[0] == f"{float(found.fc.bias[0])}"
+print(sorted(p.suffix for p in folder.rglob("*") if p.is_file()))
+"""
+    )
+    assert (
+        fresh_python(code, str(tmp_path / "mine"), "0").strip()
+        == "['.safetensors', '.toml', '.txt']"
+    )
+
+
+def test_a_folder_given_relative_to_here_stays_the_same_folder(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    zoo.save(model, "mine", labels=["a", "b", "c"])
+    loaded = zoo.load("mine")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert loaded.card.labels == ("a", "b", "c")
