@@ -161,7 +161,7 @@ def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
     for name in names or ():
         if not name.strip() or not name.isprintable():
             raise ConfigError(
-                f"label {shown(name)} is empty or cannot be printed; labels are written one line each"
+                f"label {shown(name)} is empty or unprintable; labels are written one line each"
             )
     return names
 

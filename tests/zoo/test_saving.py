@@ -70,8 +70,8 @@ def test_the_canonical_bytes_do_not_depend_on_strides(model, tmp_path):
         (["a"], "1 labels for 3 classes"),
         (["a", "b", ""], "empty"),
         (["a", "b", "c\nd"], "one line each"),
-        (["a", "b", "c\r"], "printed"),
-        (["a", "b", "\ud800"], "printed"),
+        (["a", "b", "c\r"], "unprintable"),
+        (["a", "b", "\ud800"], "unprintable"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused_before_anything_is_written(
