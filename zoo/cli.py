@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,12 +228,15 @@ COMMANDS: dict[str, Callable[..., int]] = {
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; exits with 0, 1 (a promise or a number does not hold) or 2 (bad input)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    verbose = "-v" in given
-    given = [argument for argument in given if argument != "-v"]
+    options = given[: given.index("--")] if "--" in given else given
+    verbose = "-v" in options
+    given = [argument for argument in options if argument != "-v"] + given[len(options) :]
     try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="zoo", description=__doc__, args=given
-        )
+        status = _parsed(given, verbose)()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
     except (ZooError, OSError) as error:
         line = error.line if isinstance(error, ZooError) else f"{error.filename}: {error.strerror}"
         print(f"zoo: {error if verbose else line}", file=sys.stderr)
@@ -237,3 +244,38 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = 130
     sys.exit(status)
+
+
+def _parsed(given: list[str], verbose: bool) -> Callable[[], int]:
+    """The call that the arguments mean.
+
+    Raises:
+        ConfigError: They mean none; in one line, where the parser draws a box around its message.
+    """
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            call: Callable[[], int] = tyro.extras.subcommand_cli_from_dict(
+                {name: _deferred(command) for name, command in COMMANDS.items()},
+                prog="zoo",
+                description=f"{__doc__} -v adds details to errors.",
+                args=given,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.strip("│ ") for line in box.getvalue().splitlines() if line[:1] not in "╭╰"]
+        text = " ".join(line for line in lines if line.strip("─-")).rstrip(".") or "no command"
+        command = f"zoo {given[0]}" if given and given[0] in COMMANDS else "zoo"
+        raise ConfigError(f"{text[:160]}; see {command} --help", text) from None
+    return call
+
+
+def _deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """A command that is parsed now and called later."""
+
+    @functools.wraps(command)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], int]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bind

@@ -105,9 +105,40 @@ def test_verbose_adds_the_details(capsys):
     assert "download.pytorch.org" in long
 
 
-def test_a_misspelt_command_or_flag_is_status_2(capsys):
-    assert run(capsys, "predct", "x")[0] == 2
-    assert run(capsys, "show", "resnet18", "--jsn")[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["predct", "x"], "predct"),
+        (["show", "resnet18", "--jsn"], "--jsn"),
+        (["show"], "STR"),
+        ([], "list"),
+        (["predict", "efficientnet_lite0", "x", "--top-k", "abc"], "--top-k"),
+        (["export", "resnet18", "out", "--format", "tflite"], "pt2"),
+        (["predict", "efficientnet_lite0", "-dash.png"], "-dash.png"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_one_line_and_status_2(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "--help" in err
+    assert len(err.splitlines()) == 1
+    assert len(err) <= 210
+
+
+def test_what_follows_two_dashes_is_input(capsys):
+    code, _, err = run(capsys, "predict", "efficientnet_lite0", "--", "-v")
+    assert (code, "'-v' cannot be opened" in err) == (2, True)
+
+
+def test_a_reader_that_stops_early_is_no_error(fresh_python):
+    out = fresh_python(
+        "import subprocess, sys\n"
+        "shell = f'{sys.executable} -m zoo list | head -n 1; echo ${{PIPESTATUS[0]}}'\n"
+        "done = subprocess.run(['bash', '-c', shell], capture_output=True, text=True)\n"
+        "print(done.stdout.split()[-1], repr(done.stderr))"
+    )
+    assert out.strip() == "0 ''"
 
 
 def test_a_check_that_fails_is_status_1(capsys, monkeypatch):
