@@ -267,6 +267,7 @@ def _parsed(given: list[str], verbose: bool) -> Callable[[], int]:
         lines = [line.strip("│ ") for line in box.getvalue().splitlines() if line[:1] not in "╭╰"]
         text = " ".join(line for line in lines if line.strip("─-")).rstrip(".") or "no command"
         command = f"zoo {given[0]}" if given and given[0] in COMMANDS else "zoo"
+        text = text.partition(" For full helptext")[0]
         raise ConfigError(f"{text[:160]}; see {command} --help", text) from None
     return call
 
