@@ -270,6 +270,11 @@ class Bert(nn.Module):
         # Not a small constant: the gradient of a zero vector would be divided by it, and overflow.
         return x / torch.where(length == 0, 1, length)
 
+    def depth_order(self) -> list[list[str]]:
+        """Key prefixes from the text to the answer: embeddings, each layer, the task's head."""
+        layers = [[f"bert.encoder.layer.{i}"] for i in range(self.config.num_layers)]
+        return [["bert.embeddings"], *layers, ["bert.pooler", "classifier", "cls"]]
+
     def convert_keys(self, names: Iterable[str]) -> dict[str, str | None]:
         """This model's name of every stored tensor, or None for one that the task does not need.
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("-m", "pytest", "-q", "-m", "prove")
 PROOFS = {
-    "Parity of the largest networks": ["-m", "pytest", "-q", "-m", "prove", "tests"],
-    "Accuracy": ["-m", "zoo", "smoke"],
     "Speed and memory": ["scripts/benchmark.py"],
+    "Accuracy": ["-m", "zoo", "smoke"],
+    "Parity of the largest networks": [*TESTS, "tests/vision", "tests/nlp"],
+    "Weights: malformed files, kills, signatures": [*TESTS, "tests/prove", "tests/zoo"],
 }
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     lines += [f"{time.strftime('%Y-%m-%d')}: {machine}, torch {torch.__version__}.", ""]
     failed = 0
     for title, arguments in PROOFS.items():
+        started = time.perf_counter()
         print(f"{title}: python {' '.join(arguments)}", flush=True)
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
@@ -33,7 +36,8 @@ def main() -> None:
         output = [line for line in done.stdout.splitlines() if line.strip()][-40:]
         table = output and output[0].startswith("|")
         fence = [] if table else ["```"]
-        lines += [f"## {title}: {verdict}", "", f"`python {' '.join(arguments)}`", ""]
+        took = time.perf_counter() - started
+        lines += [f"## {title}: {verdict}", "", f"`python {' '.join(arguments)}`, {took:.0f} s", ""]
         lines += [*fence, *output, *fence, ""]
         print(*output, done.stderr[-2000:] if done.returncode else "", sep="\n", flush=True)
     (ROOT / "docs").mkdir(exist_ok=True)

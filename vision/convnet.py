@@ -1,4 +1,7 @@
-"""What the convolutional families share: frozen norms, checkpointing, other input channels."""
+"""What the convolutional families share.
+
+Stochastic depth, squeeze-and-excitation, frozen norms, checkpointing, other input channels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -36,17 +40,69 @@ def check_images(image: Tensor, stem: nn.Conv2d) -> None:
         )
 
 
-def freeze_norms(module: nn.Module) -> None:
-    """Put every batch norm inside in eval mode, without gradients: nothing about it moves.
+class DropPath(nn.Module):
+    """Zero a sample's whole residual branch with a probability, in training (stochastic depth).
 
-    Without gradients alone the running statistics would still follow the batches. A later
-    ``train()`` undoes the eval mode, so the owner calls this again there.
+    Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382. Differs from the paper: kept
+    branches grow in training, instead of all of them shrinking in eval mode.
+    """
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(
+        self, x: Float[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """The input, kept or zeroed row by row; kept rows grow so that the mean stays."""
+        if not self.training or self.rate == 0:
+            return x
+        kept = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(1 - self.rate)
+        return x / (1 - self.rate) * kept
+
+    def extra_repr(self) -> str:
+        """The rate, for ``print(model)``."""
+        return f"rate={self.rate}"
+
+
+class SqueezeExcitation(nn.Module):
+    """Channels reweighted by what the whole map holds; keys are those of torchvision and timm.
+
+    Source: Hu et al. 2017, https://arxiv.org/abs/1709.01507, equations 2 to 4.
+    """
+
+    def __init__(self, channels: int, reduction: int) -> None:
+        super().__init__()
+        squeezed = max(1, channels // reduction)
+        self.fc1 = nn.Conv2d(channels, squeezed, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc2 = nn.Conv2d(squeezed, channels, 1)
+
+    def forward(
+        self, x: Float[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Every channel times its weight, between 0 and 1."""
+        pooled = x.mean((2, 3), keepdim=True)
+        return self.fc2(self.relu(self.fc1(pooled))).sigmoid() * x
+
+
+def hold_norms(module: nn.Module, *, every: bool) -> None:
+    """Put frozen batch norms in eval mode: their statistics must not follow the batches either.
+
+    Each ``train()`` undoes that, so the owner calls this there.
+
+    Args:
+        module: A network or a part of one.
+        every: Freeze all of them; otherwise frozen are those whose parameters have no gradients.
     """
     for norm in batch_norms(module):
-        norm.eval().requires_grad_(False)
+        if every:
+            norm.requires_grad_(False)
+        if every or (norm.affine and not any(p.requires_grad for p in norm.parameters())):
+            norm.eval()
 
 
-def batch_norms(module: nn.Module) -> list[nn.Module]:
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The batch norms inside, synchronised ones too."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm)]
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import check_images, checkpointed, freeze_norms, spread_input
+from vision.convnet import DropPath, check_images, checkpointed, hold_norms, spread_input
 from zoo.errors import ConfigError, shown
 
 STAGES = (  # table 1 of the paper; those with stride 2 begin a new resolution
@@ -125,30 +125,6 @@ def norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
-class DropConnect(nn.Module):
-    """Zero a sample's whole residual branch with a probability, in training (stochastic depth).
-
-    Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382.
-    """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(
-        self, x: Float[Tensor, "batch channels height width"]
-    ) -> Float[Tensor, "batch channels height width"]:
-        """The input, kept or zeroed row by row; kept rows grow so that the mean stays."""
-        if not self.training or self.rate == 0:
-            return x
-        kept = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(1 - self.rate)
-        return x / (1 - self.rate) * kept
-
-    def extra_repr(self) -> str:
-        """The rate, for ``print(model)``."""
-        return f"rate={self.rate}"
-
-
 class MBConv(nn.Module):
     """1x1 expand, depthwise, 1x1 project, plus identity where the shape stays."""
 
@@ -176,7 +152,7 @@ class MBConv(nn.Module):
         self._project_conv = conv(inner, out_channels, 1)
         self._bn2 = norm(out_channels)
         self.residual = stride == 1 and in_channels == out_channels
-        self._drop_connect = DropConnect(drop_connect)
+        self._drop_connect = DropPath(drop_connect)
 
     def forward(
         self, x: Float[Tensor, "batch _ height width"]
@@ -308,14 +284,18 @@ class EfficientNetLite(nn.Module):
     def freeze_norms(self) -> None:
         """Freeze all batch norms, statistics and parameters, through every later ``train()``."""
         self.norms_frozen = True
-        freeze_norms(self)
+        hold_norms(self, every=True)
 
     def train(self, mode: bool = True) -> EfficientNetLite:
         """Training or eval mode; frozen norms stay in eval mode."""
         super().train(mode)
-        if self.norms_frozen:
-            freeze_norms(self)
+        hold_norms(self, every=self.norms_frozen)
         return self
+
+    def depth_order(self) -> list[list[str]]:
+        """Key prefixes from the image to the answer: stem, each block, 1x1 head, classifier."""
+        blocks = [[f"_blocks.{i}"] for i in range(len(self._blocks))]
+        return [["_conv_stem", "_bn0"], *blocks, ["_conv_head", "_bn1"], ["_fc"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
         """Stored tensors to replace so that the weights take this network's input channels.

@@ -3,7 +3,10 @@
 Papers:
     He, Zhang, Ren, Sun 2015, "Deep residual learning for image recognition",
     https://arxiv.org/abs/1512.03385; Xie et al. 2016 (ResNeXt), https://arxiv.org/abs/1611.05431;
-    Zagoruyko, Komodakis 2016 (Wide ResNet), https://arxiv.org/abs/1605.07146.
+    Zagoruyko, Komodakis 2016 (Wide ResNet), https://arxiv.org/abs/1605.07146. Options, all off by
+    default: Yu, Koltun, Funkhouser 2017 (dilation), https://arxiv.org/abs/1705.09914; Huang et al.
+    2016 (stochastic depth), https://arxiv.org/abs/1603.09382; Hu et al. 2017
+    (squeeze-and-excitation), https://arxiv.org/abs/1709.01507.
 
 Differs from the papers:
     * The stride of a bottleneck sits on its 3x3 convolution, not on the first 1x1 ("v1.5").
@@ -24,7 +27,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import check_images, checkpointed, freeze_norms, spread_input
+from vision.convnet import (
+    DropPath,
+    SqueezeExcitation,
+    check_images,
+    checkpointed,
+    hold_norms,
+    spread_input,
+)
 from zoo.errors import ConfigError, shown
 
 
@@ -39,6 +49,9 @@ class ResNetConfig:
     width_per_group: int = 64  # ResNeXt's d: channels of a group in the first stage, at width 64
     num_classes: int = 1000
     in_channels: int = 3
+    output_stride: Literal[8, 16, 32] = 32  # of the last map; below 32 late stages dilate instead
+    drop_path_rate: float = 0.0  # chance of dropping the last block's branch; less for earlier ones
+    se_reduction: int = 0  # squeeze-and-excitation: channels over those of its middle; 0 = without
     zero_init_residual: bool = False  # blocks start as identities (arXiv:1706.02677, section 5.1)
     gradient_checkpointing: bool = False  # in training: less memory, one more forward pass
 
@@ -48,9 +61,15 @@ class ResNetConfig:
                 f"depths is {shown(self.depths)}; it takes the number of blocks of each of "
                 "the four stages, at least 1"
             )
-        for name in ("width", "groups", "width_per_group", "num_classes", "in_channels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it takes at least 1")
+        sizes = ("width", "groups", "width_per_group", "num_classes", "in_channels")
+        for name in (*sizes, "se_reduction"):
+            value, least = getattr(self, name), 1 if name in sizes else 0
+            if value < least:
+                raise ConfigError(f"{name} is {shown(value)}; it takes at least {least}")
+        if not 0 <= self.drop_path_rate < 1:
+            raise ConfigError(
+                f"drop_path_rate is {shown(self.drop_path_rate)}; it takes a rate from 0, below 1"
+            )
         if self.block == "basic" and (self.groups, self.width_per_group) != (1, 64):
             raise ConfigError(
                 f"a basic block has no groups (groups is {self.groups}, width_per_group is "
@@ -64,12 +83,18 @@ class ResNetConfig:
 
 
 def conv(
-    in_channels: int, out_channels: int, kernel_size: int, *, stride: int = 1, groups: int = 1
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
 ) -> nn.Conv2d:
     """Convolution without bias, since a norm follows, padded to keep the size at stride 1."""
-    padding = kernel_size // 2
+    padding = kernel_size // 2 * dilation
     return nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias=False
     )
 
 
@@ -82,20 +107,34 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
     )
 
 
+def excitation(channels: int, config: ResNetConfig) -> nn.Module:
+    """Last step of a residual branch, if there is one (Hu et al., figure 3)."""
+    reduction = config.se_reduction
+    return SqueezeExcitation(channels, reduction) if reduction else nn.Identity()
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions plus identity (He et al., figure 5 left)."""
 
     expansion = 1
 
     def __init__(
-        self, in_channels: int, channels: int, *, stride: int, config: ResNetConfig
+        self,
+        in_channels: int,
+        channels: int,
+        *,
+        stride: int,
+        dilations: tuple[int, int],  # of the map that the block reads, and of the one it writes
+        config: ResNetConfig,
     ) -> None:
         super().__init__()
-        self.conv1 = conv(in_channels, channels, 3, stride=stride)
+        self.conv1 = conv(in_channels, channels, 3, stride=stride, dilation=dilations[0])
         self.bn1 = nn.BatchNorm2d(channels)
         self.relu1 = nn.ReLU(inplace=True)  # one module per use: quantisation observes each apart
-        self.conv2 = conv(channels, channels, 3)
+        self.conv2 = conv(channels, channels, 3, dilation=dilations[1])
         self.bn2 = nn.BatchNorm2d(channels)
+        self.se = excitation(channels, config)
+        self.drop_path = DropPath()
         self.downsample = projection(in_channels, channels, stride)
         self.relu2 = nn.ReLU(inplace=True)
         self.zero_init_residual = config.zero_init_residual
@@ -105,7 +144,7 @@ class BasicBlock(nn.Module):
     ) -> Float[Tensor, "batch channels out_height out_width"]:
         """Residual branch plus shortcut, rectified."""
         y = self.relu1(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
+        y = self.drop_path(self.se(self.bn2(self.conv2(y))))
         return self.relu2(y + (x if self.downsample is None else self.downsample(x)))
 
 
@@ -118,7 +157,13 @@ class Bottleneck(nn.Module):
     expansion = 4
 
     def __init__(
-        self, in_channels: int, channels: int, *, stride: int, config: ResNetConfig
+        self,
+        in_channels: int,
+        channels: int,
+        *,
+        stride: int,
+        dilations: tuple[int, int],  # of the map that the block reads, and of the one it writes
+        config: ResNetConfig,
     ) -> None:
         super().__init__()
         inner = channels * config.width_per_group // 64 * config.groups
@@ -126,11 +171,15 @@ class Bottleneck(nn.Module):
         self.bn1 = nn.BatchNorm2d(inner)
         self.relu1 = nn.ReLU(inplace=True)
         # Differs from the paper: the stride is here and not on conv1 ("v1.5").
-        self.conv2 = conv(inner, inner, 3, stride=stride, groups=config.groups)
+        self.conv2 = conv(
+            inner, inner, 3, stride=stride, dilation=dilations[0], groups=config.groups
+        )
         self.bn2 = nn.BatchNorm2d(inner)
         self.relu2 = nn.ReLU(inplace=True)
         self.conv3 = conv(inner, channels * self.expansion, 1)
         self.bn3 = nn.BatchNorm2d(channels * self.expansion)
+        self.se = excitation(channels * self.expansion, config)
+        self.drop_path = DropPath()
         self.downsample = projection(in_channels, channels * self.expansion, stride)
         self.relu3 = nn.ReLU(inplace=True)
         self.zero_init_residual = config.zero_init_residual
@@ -141,7 +190,7 @@ class Bottleneck(nn.Module):
         """Residual branch plus shortcut, rectified."""
         y = self.relu1(self.bn1(self.conv1(x)))
         y = self.relu2(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
+        y = self.drop_path(self.se(self.bn3(self.conv3(y))))
         return self.relu3(y + (x if self.downsample is None else self.downsample(x)))
 
 
@@ -167,14 +216,23 @@ class Stage(nn.Sequential):
 
 
 def stage(config: ResNetConfig, index: int) -> Stage:
-    """Stage `index`, from 0; each but the first halves the resolution, doubles the channels."""
+    """Stage `index`, from 0; each but the first halves the resolution, doubles the channels.
+
+    One past `output_stride` keeps the resolution and spreads its 3x3 kernels instead: what the
+    halved map would hold is still there, at every other pixel (Yu et al., section 2).
+    """
     block = BLOCKS[config.block]
     channels = config.width * 2**index
     out_channels = channels * block.expansion
-    in_channels, stride = (config.width, 1) if index == 0 else (out_channels // 2, 2)
-    blocks = [block(in_channels, channels, stride=stride, config=config)]
-    for _ in range(1, config.depths[index]):
-        blocks.append(block(out_channels, channels, stride=1, config=config))
+    in_channels = config.width if index == 0 else out_channels // 2
+    read, written = (max(1, 2**power // config.output_stride) for power in (index + 1, index + 2))
+    stride = 1 if index == 0 else 2 * read // written
+    blocks = []
+    for _ in range(config.depths[index]):
+        blocks.append(
+            block(in_channels, channels, stride=stride, dilations=(read, written), config=config)
+        )
+        in_channels, stride, read = out_channels, 1, written
     built = Stage(*blocks)
     built.gradient_checkpointing = config.gradient_checkpointing
     return built
@@ -198,8 +256,12 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         first = config.width * BLOCKS[config.block].expansion
         self.feature_channels = (config.width, first, 2 * first, 4 * first, 8 * first)
-        self.feature_reductions = (2, 4, 8, 16, 32)  # input size over map size, rounded up
+        # Input size over map size, rounded up.
+        self.feature_reductions = tuple(min(n, config.output_stride) for n in (2, 4, 8, 16, 32))
         self.fc = nn.Linear(self.feature_channels[-1], config.num_classes)
+        blocks = [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
+        for number, block in enumerate(blocks, 1):  # Huang et al., equation 4
+            block.drop_path.rate = config.drop_path_rate * number / len(blocks)
         self.apply(self.init_weights)
 
     @staticmethod
@@ -211,6 +273,8 @@ class ResNet(nn.Module):
         """
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:  # squeeze-and-excitation
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.BatchNorm2d):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
@@ -255,14 +319,19 @@ class ResNet(nn.Module):
     def freeze_norms(self) -> None:
         """Freeze all batch norms, statistics and parameters, through every later ``train()``."""
         self.norms_frozen = True
-        freeze_norms(self)
+        hold_norms(self, every=True)
 
     def train(self, mode: bool = True) -> ResNet:
         """Training or eval mode; frozen norms stay in eval mode."""
         super().train(mode)
-        if self.norms_frozen:
-            freeze_norms(self)
+        hold_norms(self, every=self.norms_frozen)
         return self
+
+    def depth_order(self) -> list[list[str]]:
+        """Key prefixes from the image to the answer: stem, each block, classifier."""
+        stages = enumerate(self.config.depths, 1)
+        blocks = [[f"layer{number}.{i}"] for number, depth in stages for i in range(depth)]
+        return [["conv1", "bn1"], *blocks, ["fc"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
         """Stored tensors to replace so that the weights take this network's input channels.

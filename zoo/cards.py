@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from zoo.config import build
 from zoo.errors import CardError, UnknownModelError, nearest, shown
 
 CARDS = Path(__file__).resolve().parent.parent / "weights"
+# A file name that is one on every system: no folder, no device of Windows, no endless length.
+FILE_NAME = re.compile(
+    r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|\Z))[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}(?<!\.)"
+)
 NAME = re.compile(r"([a-z0-9][a-z0-9_-]*/)?[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9][a-z0-9_-]{0,31})?")
 
 
@@ -285,9 +290,12 @@ def _validate(found: Card, name: str) -> None:
     stem = name.rpartition("/")[2]
     if not NAME.fullmatch(name) or "." in stem:
         refuse(f"{shown(name)} cannot be a model's name")
-    for key, target in (("model", found.model), ("task", found.task)):
+    for key, target in _symbols(found):
         if not re.fullmatch(r"[a-z_][\w.]*:[A-Za-z_]\w*", target):
             refuse(f"{key} is {shown(target)}; it takes 'package.module:Class'")
+        # Importing some of these opens a browser or runs what the command line says.
+        if re.split(r"[.:]", target)[0] in sys.stdlib_module_names or "__" in target:
+            refuse(f"{key} is {shown(target)}, which is no model family's module")
     if sum(weights.default for weights in found.weights.values()) > 1:
         refuse("more than one set of weights is the default")
     for tag, weights in found.weights.items():
@@ -297,8 +305,11 @@ def _validate(found: Card, name: str) -> None:
             refuse(f"weights.{tag} lists no files")
         if weights.default and not weights.installed_kinds:
             refuse(f"weights.{tag} is the default, but no source of it is installed with the zoo")
+        for name_of_file in filter(None, (weights.labels, weights.golden)):
+            if not FILE_NAME.fullmatch(name_of_file):
+                refuse(f"weights.{tag}: {shown(name_of_file)} is not a plain file name")
         for file in weights.files:
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file.name):
+            if not FILE_NAME.fullmatch(file.name):
                 refuse(f"weights.{tag}: {shown(file.name)} is not a plain file name")
             if file.upstream and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./-]*", file.upstream):
                 refuse(f"weights.{tag}: {shown(file.upstream)} is not a plain path")
@@ -319,12 +330,25 @@ def _validate(found: Card, name: str) -> None:
             for key in needed[source.kind]:
                 if getattr(source, key) is None:
                     refuse(f"weights.{tag}: a source of kind {source.kind!r} needs {key!r}")
+            if source.path and not re.fullmatch(
+                r"[A-Za-z_]\w*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", source.path
+            ):
+                refuse(f"weights.{tag}: {shown(source.path)} is not a plain path in a package")
             if source.kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision or ""):
                 refuse(
                     f"weights.{tag}: revision is {shown(source.revision)}; it takes 40 hex digits"
                 )
             if source.kind == "https" and not re.fullmatch(r"https://\S+/", source.url or ""):
                 refuse(f"weights.{tag}: url is {shown(source.url)}; it takes https://…/")
+
+
+def _symbols(found: Card) -> Iterator[tuple[str, str]]:
+    """Every class that a card names, and the key that names it."""
+    yield from (("model", found.model), ("task", found.task))
+    for tag, weights in found.weights.items():
+        for key in ("model", "task"):
+            if target := getattr(weights, key):
+                yield f"weights.{tag}.{key}", target
 
 
 def read_labels(path: Path) -> tuple[str, ...]:
@@ -374,8 +398,6 @@ def _plugins() -> Iterator[tuple[str, Path]]:
 
 
 def _metadata_files() -> Iterator[str]:
-    import sys
-
     for folder in dict.fromkeys(sys.path):
         try:
             entries = os.listdir(folder or ".")

@@ -144,6 +144,72 @@ def export(
     return 0
 
 
+def convert(
+    file: Positional[Path],
+    name: Positional[str],
+    /,
+    *,
+    out: Path | None = None,
+    task: str | None = None,
+    num_classes: int | None = None,
+    licence: str | None = None,
+) -> int:
+    """Make weights of another project a folder that zoo.load opens; every tensor is reported.
+
+    Args:
+        file: A .pth, .pt, .bin or .safetensors file, an index of shards, or a Hugging Face folder.
+        name: The model that they belong to; a tag brings its preprocessing, labels and tokenizer.
+        out: Folder to write, or a .safetensors file for the tensors alone.
+        task: Another task of the same family.
+        num_classes: Classes of the stored head, where the card says otherwise.
+        licence: Of the weights.
+    """
+    from zoo.importing import convert as run
+
+    config = {} if num_classes is None else {"num_classes": num_classes}
+    print(run(file, name, out, task=task, licence=licence, **config))
+    return 0
+
+
+def sign(card: Positional[Path], /, *, key: Path) -> int:
+    """Sign a card and the files that belong to it; the signature is written beside the card.
+
+    Args:
+        card: A card, or the folder of a saved model.
+        key: Ed25519 private key: PEM, or what ssh-keygen -t ed25519 makes, without a passphrase.
+    """
+    from zoo import signing
+
+    path, key_id = signing.sign(card, key)
+    print(f"{path}: signed by key {key_id}")
+    return 0
+
+
+def pull(name: Positional[str], /, *, verify: Literal["auto", "always"] = "auto") -> int:
+    """Fetch weights that are not installed, once and by hash; print where their files lie.
+
+    Args:
+        name: A model with a tag; the tag may be left out where there is no choice.
+        verify: always hashes what is there already, however well known.
+    """
+    from zoo.pull import pull as run
+
+    print(*run(name, verify=verify), sep="\n")
+    return 0
+
+
+def verify(name: Positional[str | None] = None, /) -> int:
+    """Hash all installed and cached weights again; the cache is repaired.
+
+    Args:
+        name: A model, with or without a tag; all by default.
+    """
+    from zoo.verify import verify as run
+
+    print(report := run(name))
+    return 1 if report.damaged else 0
+
+
 def check(name: Positional[str] = "*", /, *, only: tuple[str, ...] = ()) -> int:
     """The contract suite.
 
@@ -218,7 +284,11 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "list": list_,
     "show": show,
     "predict": predict,
+    "pull": pull,
+    "verify": verify,
     "export": export,
+    "convert": convert,
+    "sign": sign,
     "check": check,
     "evaluate": evaluate,
     "smoke": smoke,

@@ -40,10 +40,8 @@ def build(
     hints = field_types(cls)  # type: ignore[arg-type]
     for name in values:
         if name not in hints:
-            known = ", ".join(sorted(hints))
-            raise error(
-                f"{where} has no field {shown(name)};{nearest(str(name), hints)} it has {known}"
-            )
+            known = nearest(str(name), hints) or f" it has {', '.join(sorted(hints))}"
+            raise error(f"{where} has no field {shown(name)};{known}")
     kwargs = {name: _value(values[name], hints[name], f"{where}: {name}", error) for name in values}
     missing = [
         field.name

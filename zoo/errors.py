@@ -49,6 +49,10 @@ class WeightsUnavailableError(WeightsError):
     """Weights that a card names and that are not installed."""
 
 
+class CacheError(WeightsError):
+    """A cache (``ZOO_HOME``) that cannot be written."""
+
+
 class CardError(ZooError, ValueError):
     """A card that breaks the format of ``weights/README.md``."""
 

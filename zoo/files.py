@@ -10,8 +10,10 @@ import re
 import secrets
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -20,6 +22,9 @@ from zoo.errors import WeightsError, shown
 
 # Two changes within one tick of a file system's clock look alike. FAT has the coarsest clock: 2 s.
 TICK_NS = 2_000_000_000
+
+ABANDONED_S = 24 * 3600  # a temporary file that nobody wrote to for so long has no writer any more
+_TEMPORARY = re.compile(r"\.tmp-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}")
 
 # What lies where weights were expected: the first bytes, what they are, and what to do.
 _KINDS = [
@@ -50,7 +55,7 @@ def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -
 
     The bytes go to a temporary file of the same folder, which is flushed to the disk, renamed over
     the path and made durable by a flush of the folder. Memory mapped from the old file stays valid,
-    and a symbolic link is replaced, not followed.
+    and a symbolic link is replaced, not followed. What killed writers left beside it is removed.
 
     Args:
         path: The file; its folder exists.
@@ -60,7 +65,8 @@ def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -
         OSError: What failed, with the path. The old file is untouched or, where the very last flush
             failed, the new one is complete. No temporary file stays.
     """
-    temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(8)}")
+    remove_leftovers(path.parent)
+    temporary = path.with_name(temporary_name())
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with _naming(path):
         descriptor = os.open(temporary, exclusive, 0o666)
@@ -74,12 +80,45 @@ def write_atomically(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -
         finally:
             with _naming(path):
                 os.close(descriptor)
-        with _naming(path), _flushed(path.parent):
-            os.replace(temporary, path)
+        rename(temporary, path)
     except BaseException:
         with suppress(OSError):  # renamed already, or the error on its way says more
             os.unlink(temporary)
         raise
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Give a complete and flushed file its place, durably; the error names the place."""
+    with _naming(path), _flushed(path.parent):
+        os.replace(temporary, path)
+
+
+def temporary_name() -> str:
+    """``.tmp-HOST-PID-RANDOM``: a name that nobody else uses and that tells who writes there."""
+    return f".tmp-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def is_leftover(path: Path) -> bool:
+    """True if the name is a temporary one whose writer has ended, as far as can be known here.
+
+    Of writers on other machines, and of a process number that was given again, only the age tells.
+    """
+    named = _TEMPORARY.search(path.name)
+    if not named:
+        return False
+    with suppress(OSError):
+        if time.time() - path.stat().st_mtime > ABANDONED_S:
+            return True
+    return named[1] == _host() and not _is_alive(int(named[2]))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Unlink the temporary files of killed writers in a folder; those being written stay."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if _TEMPORARY.fullmatch(name) and is_leftover(folder / name):
+                with suppress(OSError):  # another process was quicker
+                    os.unlink(folder / name)
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -188,6 +227,29 @@ def _identity(stat: os.stat_result, sha256: str) -> dict[str, int | str]:
         "inode": stat.st_ino,
         "sha256": sha256,
     }
+
+
+@cache
+def _host() -> str:
+    """Eight digits for this machine and, in containers that share a name, this set of processes."""
+    import socket
+
+    name = socket.gethostname()
+    with suppress(OSError):
+        name += os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
+def _is_alive(process: int) -> bool:
+    if sys.platform == "win32":  # asking would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        return True
+    return True
 
 
 def _record(path: Path) -> Path:

@@ -19,6 +19,8 @@ from zoo.errors import (
     nearest,
     shown,
 )
+from zoo.pull import open_or_pull
+from zoo.signing import signed_by
 from zoo.weights import Verify, find_file, installed, open_path, open_weights
 
 if TYPE_CHECKING:
@@ -56,8 +58,9 @@ def load(
     Raises:
         UnknownModelError: No such name or tag.
         ConfigError: No such field, a value of the wrong type, or two different tags.
-        WeightsUnavailableError: The weights are not installed; nothing else is loaded in their
-        place. WeightsError: A file is damaged or does not fit.
+        WeightsUnavailableError: The weights are not installed, and were not called by their tag or
+            cannot be fetched; nothing else is loaded in their place.
+        WeightsError: A file is damaged or does not fit.
     """
     from zoo.loading import LoadReport, load_into, skeleton_of
 
@@ -88,10 +91,13 @@ def load(
         if wanted_dtype is not None:
             model.to(wanted_dtype)
     else:
+        # Only weights that the caller called by their tag may be fetched.
+        by_tag = isinstance(name, str) and ("." in name or isinstance(pretrained, str))
+        open_card = open_or_pull if by_tag else open_weights
         with skeleton_of():
             model = cls(final)
         channels = stored_config.in_channels if "in_channels" in changes else None
-        with open_path(path) if path else open_weights(card, verify=verify) as stored:
+        with open_path(path) if path else open_card(card, verify=verify) as stored:
             report = load_into(
                 model,
                 stored,
@@ -101,6 +107,8 @@ def load(
                 stored_channels=channels,
                 dtype=wanted_dtype,
             )
+    if isinstance(name, Path) and (signature := signed_by(card_file(name))):
+        report = replace(report, notes=(*report.notes, f"the card is {signature}"))
     model.card = _own_card(card, final, changes, trained)
     model.load_report = report
     loaded: nn.Module = model.to(wanted_device).eval()
@@ -152,7 +160,20 @@ def located(name: str | Path) -> str | Path:
 
 
 def saved_card(folder: Path) -> Card:
-    """The card in a folder that `zoo.save` wrote, narrowed to its weights."""
+    """The card in a folder that `zoo.save` wrote, narrowed to its weights.
+
+    Raises:
+        UnknownModelError: It is no such folder.
+        CardError: The card is damaged, or keys are trusted and its signature does not hold.
+    """
+    path = card_file(folder)
+    signed_by(path)
+    card = cards.read_card(path)
+    return card.with_tag(next(iter(card.weights), None))
+
+
+def card_file(folder: Path) -> Path:
+    """Path of the one card in a folder that `zoo.save` wrote."""
     if folder.is_file():
         raise UnknownModelError(
             f"{shown(str(folder))} is a file; give the folder that zoo.save wrote, or "
@@ -166,8 +187,7 @@ def saved_card(folder: Path) -> Card:
             f"{shown(str(folder))} holds {held}; a saved model is a folder with one card "
             "(zoo.save writes it)"
         )
-    card = cards.read_card(found[0])
-    return card.with_tag(next(iter(card.weights), None))
+    return found[0]
 
 
 def symbol(target: str, card: Card) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from zoo.cards import Card, Check, File, Weights
 from zoo.config import build, plain
 from zoo.errors import ConfigError, shown
 from zoo.loading import skeleton_of
+from zoo.signing import signature_path
 from zoo.weights import find_file
 
 if TYPE_CHECKING:
@@ -46,7 +47,47 @@ def save(
         ConfigError: The model has no card, the labels do not fit, or the folder is taken.
     """
     card = registry.card_of(model)
-    folder = Path(folder)
+    old = card.weights[card.tag] if card.tag else None
+    origin = {
+        "saved_from": (old.origin.get("derived_from") if old else None) or card.full_name,
+        "zoo_version": __version__,
+    }
+    return write_folder(
+        model,
+        Path(folder),
+        tag="saved",
+        labels=labels if labels is not None else card.labels,
+        licence=licence or (old.licence if old else "not stated"),
+        origin=origin,
+        auxiliary={f.name: find_file(card, f.name) for f in old.files[1:]} if old else {},
+    )
+
+
+def write_folder(
+    model: nn.Module,
+    folder: Path,
+    *,
+    tag: str,
+    labels: Sequence[str] | None,
+    licence: str,
+    origin: Mapping[str, str],
+    auxiliary: Mapping[str, Path],
+) -> Path:
+    """What `save` does, with all that the card says of the weights given.
+
+    Args:
+        model: A model with a card; its tensors are written in the types that they have.
+        folder: As in `save`.
+        tag: Of the weights.
+        labels: As in `save`; None for none.
+        licence: Of the weights.
+        origin: Where they come from; also written into their file.
+        auxiliary: Further files by the names that the preprocessing calls them by.
+
+    Raises:
+        ConfigError: As in `save`.
+    """
+    card = registry.card_of(model)
     stem = card.name.rpartition("/")[2]
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{shown(str(folder))} is a file; give a folder to save into")
@@ -55,71 +96,56 @@ def save(
         raise ConfigError(
             f"{shown(str(folder))} already holds {others[0]}; give another folder for {stem}"
         )
+    if (folder / "labels").is_symlink():
+        raise ConfigError(f"{shown(str(folder / 'labels'))} is a link; nothing is written there")
     names = _labels(card, labels)
     _check_config(model, card)
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder):
-        saved = _write_parts(model, card, folder, stem, names, licence)
-        files.write_atomically(folder / f"{stem}.toml", card_text(saved).encode())
-        _remove_others(folder, stem, saved)
+        state, preprocessing = state_of(model), dict(card.preprocessing)
+        digest = hashlib.sha256()
+        for piece in tensorfile.encoded(state, origin, name=stem):
+            digest.update(piece)
+        main = folder / f"{stem}.{digest.hexdigest()[:12]}.safetensors"
+        tensorfile.write(main, state, origin)
+        written = [_described(main)]
+        for name, source in auxiliary.items():
+            suffix = "".join(Path(name).suffixes[-2:])
+            copy = _write_hashed(folder, stem, source.read_bytes(), suffix)
+            written.append(_described(copy))
+            preprocessing = {k: copy.name if v == name else v for k, v in preprocessing.items()}
+        listed = None
+        if names:
+            (folder / "labels").mkdir(exist_ok=True)
+            text = "\n".join((*names, "")).encode()
+            listed = _write_hashed(folder / "labels", stem, text, ".txt").stem
+        weights = Weights(
+            files=tuple(written),
+            licence=licence,
+            origin=dict(origin),
+            default=True,
+            labels=listed,
+            preprocessing=preprocessing,
+        )
+        count = sum(p.numel() for p in model.parameters())
+        saved = replace(card, parameters=count, weights={tag: weights}, check=Check())
+        path = folder / f"{stem}.toml"
+        signature_path(path).unlink(missing_ok=True)  # of what is replaced now
+        files.write_atomically(path, card_text(saved).encode())
+        _remove_others(folder, stem, weights)
     return folder
 
 
-def _write_parts(
-    model: nn.Module,
-    card: Card,
-    folder: Path,
-    stem: str,
-    labels: tuple[str, ...] | None,
-    licence: str | None,
-) -> Card:
-    """Write everything but the card, under names that no other content has; the card to write."""
-    old = card.weights[card.tag] if card.tag else None
-    origin = {
-        "saved_from": (old.origin.get("derived_from") if old else None) or card.full_name,
-        "zoo_version": __version__,
-    }
-    state = state_of(model)
-    digest = hashlib.sha256()
-    for piece in tensorfile.encoded(state, origin, name=stem):
-        digest.update(piece)
-    main = folder / f"{stem}.{digest.hexdigest()[:12]}.safetensors"
-    tensorfile.write(main, state, origin)
-    written, preprocessing = [_described(main)], dict(old.preprocessing) if old else {}
-    for file in old.files[1:] if old else ():
-        source = find_file(card, file.name)
-        copy = _write_hashed(
-            folder, stem, source.read_bytes(), "".join(Path(file.name).suffixes[-2:])
-        )
-        written.append(_described(copy))
-        preprocessing = {k: copy.name if v == file.name else v for k, v in preprocessing.items()}
-    listed = None
-    if labels:
-        (folder / "labels").mkdir(exist_ok=True)
-        text = "\n".join((*labels, "")).encode()
-        listed = _write_hashed(folder / "labels", stem, text, ".txt").stem
-    weights = Weights(
-        files=tuple(written),
-        licence=licence or (old.licence if old else "not stated"),
-        origin=origin,
-        default=True,
-        labels=listed,
-        preprocessing=preprocessing,
-    )
-    count = sum(p.numel() for p in model.parameters())
-    return replace(card, parameters=count, weights={"saved": weights}, check=Check())
-
-
 def _write_hashed(folder: Path, stem: str, content: bytes, suffix: str) -> Path:
+    """Write a file under a name that no other content has."""
     path = folder / f"{stem}.{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
     files.write_atomically(path, content)
     return path
 
 
-def _remove_others(folder: Path, stem: str, saved: Card) -> None:
-    """Remove what earlier saves left: files of this model that the card does not name."""
-    weights = saved.weights["saved"]
-    kept = {file.name for file in weights.files} | {f"{weights.labels}.txt", f"{stem}.toml"}
+def _remove_others(folder: Path, stem: str, weights: Weights) -> None:
+    """Remove what earlier saves left: files of this model that its card does not name."""
+    kept = {file.name for file in weights.files} | {f"{weights.labels}.txt"}
     ours = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}\.[a-z.]+|\.tmp-\d+-[0-9a-f]+")
     for path in (*folder.iterdir(), *(folder / "labels").glob("*")):
         if path.name not in kept and ours.fullmatch(path.name):

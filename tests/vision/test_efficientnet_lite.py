@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vision.efficientnet_lite import (
-    DropConnect,
     EfficientNetLite,
     EfficientNetLiteConfig,
     SameConv2d,
@@ -159,17 +158,6 @@ def test_the_head_on_the_last_features_gives_the_logits() -> None:
     model, image = small().eval(), uniform(2, 3, 65, 47)
     head = model._relu1(model._bn1(model._conv_head(model.features(image)[-1])))
     torch.testing.assert_close(model._fc(head.mean(dim=(2, 3))), model(image))
-
-
-def test_drop_connect_drops_whole_rows_and_keeps_the_mean() -> None:
-    torch.manual_seed(0)
-    layer, x = DropConnect(0.25), torch.ones(4000, 2, 3, 3)
-    dropped = layer.train()(x)
-    rows = dropped.flatten(1)
-    assert (rows == rows[:, :1]).all()
-    assert rows[:, 0].unique().tolist() == pytest.approx([0, 1 / 0.75])
-    assert rows[:, 0].mean().item() == pytest.approx(1, abs=0.05)
-    assert layer.eval()(x) is x
 
 
 def test_drop_connect_grows_with_depth_and_ends_in_eval_mode() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights
 
+from vision.convnet import DropPath, SqueezeExcitation
 from vision.resnet import Bottleneck, ResNet, ResNetConfig
 from zoo.cards import Card, card
 from zoo.config import build
@@ -57,10 +58,13 @@ def hashed_tensor(name: str, like: Tensor) -> Tensor:
     return 0.5 + 0.1 * noise if name.endswith("weight") else 0.1 * noise
 
 
-def twins(name: str) -> tuple[ResNet, nn.Module]:
+def twins(
+    name: str, changes: dict[str, object] | None = None, dilate: list[bool] | None = None
+) -> tuple[ResNet, nn.Module]:
     """Ours and torchvision's, with equal tensors that they do not share."""
     with torch.device("meta"):
-        ours, theirs = ResNet(config_of(name)), get_model(name, weights=None)
+        ours = ResNet(config_of(name, **(changes or {})))
+        theirs = get_model(name, weights=None, replace_stride_with_dilation=dilate)
     tensors = hashed(theirs)
     ours.load_state_dict(tensors, assign=True)
     theirs.load_state_dict({key: value.clone() for key, value in tensors.items()}, assign=True)
@@ -98,6 +102,130 @@ def test_training_equals_torchvision_bit_for_bit(name: str) -> None:
     assert same(ours.named_buffers(), theirs.named_buffers())
     assert torch.equal(ours(image), theirs(image))
     assert ours.bn1.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("output_stride", [8, 16])
+@pytest.mark.parametrize(
+    "name",
+    ["resnet50", "resnext50_32x4d", pytest.param("resnet101", marks=pytest.mark.prove)],
+)
+def test_a_dilated_network_equals_torchvision_bit_for_bit(name: str, output_stride: int) -> None:
+    dilate = [False, output_stride == 8, True]
+    ours, theirs = twins(name, {"output_stride": output_stride}, dilate)
+    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    for shape in ((2, 3, 65, 47), (1, 3, 64, 96)):
+        image = uniform(*shape)
+        x = theirs.eval().relu(theirs.bn1(theirs.conv1(image)))
+        expected = [x]
+        for layer in (nn.Sequential(theirs.maxpool, theirs.layer1), theirs.layer2):
+            expected.append(layer(expected[-1]))
+        for layer in (theirs.layer3, theirs.layer4):
+            expected.append(layer(expected[-1]))
+        maps = ours.eval().features(image)
+        assert all(map(torch.equal, maps, expected))
+        sizes = [math.ceil(shape[2] / n) for n in (2, 4, 8, min(16, output_stride), output_stride)]
+        assert [x.shape[2] for x in maps] == sizes
+    for model in (ours, theirs):
+        model.train()(image.expand(2, -1, -1, -1)).square().sum().backward()
+    assert torch.equal(ours.eval()(image), theirs.eval()(image))
+    assert same(gradients(ours), gradients(theirs))
+    assert same(ours.named_buffers(), theirs.named_buffers())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d"])
+def test_a_dilated_map_holds_the_strided_one(name: str) -> None:
+    strided = small(name, depths=[1, 1, 2, 3]).eval()
+    image = uniform(1, 3, 131, 96)
+    expected = strided.features(image)
+    for output_stride, factor in ((16, (1, 1, 1, 1, 2)), (8, (1, 1, 1, 2, 4))):
+        dilated = small(name, depths=[1, 1, 2, 3], output_stride=output_stride).eval()
+        dilated.load_state_dict(strided.state_dict())
+        assert dilated.feature_reductions == tuple(
+            coarse // n for coarse, n in zip((2, 4, 8, 16, 32), factor, strict=True)
+        )
+        for x, y, n in zip(dilated.features(image), expected, factor, strict=True):
+            torch.testing.assert_close(x[:, :, ::n, ::n], y)
+
+
+def test_dilation_begins_where_the_stride_would_have_been() -> None:
+    model = small("resnet50", depths=[1, 2, 3, 3], output_stride=8)
+    kernels = [[block.conv2 for block in model.get_submodule(f"layer{i}")] for i in (1, 2, 3, 4)]
+    assert [[k.dilation[0] for k in stage] for stage in kernels] == [
+        [1], [1, 1], [1, 2, 2], [2, 4, 4]
+    ]  # fmt: skip
+    assert [[k.stride[0] for k in stage] for stage in kernels] == [
+        [1], [2, 1], [1, 1, 1], [1, 1, 1]
+    ]  # fmt: skip
+    basic = small("resnet18", depths=[1, 1, 1, 2], output_stride=16).layer4
+    assert [(b.conv1.dilation[0], b.conv2.dilation[0]) for b in basic] == [(1, 2), (2, 2)]
+
+
+def test_the_chance_of_dropping_a_branch_grows_linearly_to_the_given_rate() -> None:
+    model = small("resnet50", depths=[1, 2, 3, 2], drop_path_rate=0.4)
+    rates = [m.rate for m in model.modules() if isinstance(m, DropPath)]
+    assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4])
+    assert {m.rate for m in small().modules() if isinstance(m, DropPath)} == {0.0}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_a_dropped_branch_leaves_the_shortcut_and_a_kept_one_grows(name: str) -> None:
+    block = small(name, depths=[1, 1, 1, 3], drop_path_rate=0.6).layer4[2].eval()
+    x = uniform(1, block.conv1.in_channels, 3, 3)
+    branch = block.bn1(block.conv1(x)).relu()
+    if name == "resnet50":
+        branch = block.bn3(block.conv3(block.bn2(block.conv2(branch)).relu()))
+    else:
+        branch = block.bn2(block.conv2(branch))
+    torch.testing.assert_close(block(x), (x + branch).relu())
+    block.drop_path.train()  # the norms stay in eval mode
+    torch.manual_seed(0)
+    rows = block(x.expand(400, -1, -1, -1))
+    dropped = (rows == x).flatten(1).all(1)
+    assert dropped.float().mean().item() == pytest.approx(0.6, abs=0.05)
+    torch.testing.assert_close(rows[~dropped], (x + branch / 0.4).relu().expand_as(rows[~dropped]))
+
+
+def test_drop_path_changes_no_answer_in_eval_mode_and_no_key() -> None:
+    plain, dropping, image = small(), small(drop_path_rate=0.5), uniform(4, 3, 64, 64)
+    assert same(iter(plain.state_dict().items()), iter(dropping.state_dict().items()))
+    assert torch.equal(plain.eval()(image), dropping.eval()(image))
+    answers = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        answers.append(dropping.train()(image))
+    assert torch.equal(answers[0], answers[1])
+    assert not torch.equal(answers[0], answers[2])
+
+
+def test_squeeze_and_excitation_has_the_published_size_and_adds_only_its_own_keys() -> None:
+    with torch.device("meta"):
+        model = ResNet(config_of("resnet50", se_reduction=16))
+    plain = on_meta("resnet50").state_dict()
+    added = {key: tensor for key, tensor in model.state_dict().items() if key not in plain}
+    assert plain.keys() <= model.state_dict().keys()
+    assert added["layer4.2.se.fc1.weight"].shape == (128, 2048, 1, 1)
+    assert added["layer4.2.se.fc2.bias"].shape == (2048,)
+    # Hu et al., equation 5: 2/r · Σ N·C², here without biases.
+    weights = sum(t.numel() for key, t in added.items() if key.endswith("weight"))
+    assert weights == 2 * (3 * 256**2 + 4 * 512**2 + 6 * 1024**2 + 3 * 2048**2) // 16
+    assert sum(parameter.numel() for parameter in model.parameters()) == 28_088_024
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_squeeze_and_excitation_is_the_last_step_of_the_branch(name: str) -> None:
+    model = small(name, depths=[1, 2, 1, 1], se_reduction=4).eval()
+    block = model.layer2[1]
+    assert isinstance(block.se, SqueezeExcitation)
+    assert not any(b.bias.any() for b in (block.se.fc1, block.se.fc2))
+    x = uniform(2, block.conv1.in_channels, 4, 5)
+    y = block.bn1(block.conv1(x)).relu()
+    if name == "resnet50":
+        y = block.bn3(block.conv3(block.bn2(block.conv2(y)).relu()))
+    else:
+        y = block.bn2(block.conv2(y))
+    assert torch.equal(block(x), (block.se(y) + x).relu())
+    block.se.fc2.weight.data.zero_()
+    torch.testing.assert_close(block(x), (y / 2 + x).relu())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,6 +351,10 @@ def test_blocks_may_start_as_identities(name: str) -> None:
         ({"width_per_group": -4}, "width_per_group is -4"),
         ({"num_classes": 0}, "num_classes is 0"),
         ({"in_channels": 0}, "in_channels is 0"),
+        ({"output_stride": 4}, "output_stride is 4; it takes 8 or 16 or 32"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0"),
+        ({"drop_path_rate": -0.1}, "drop_path_rate is -0.1"),
+        ({"se_reduction": -1}, "se_reduction is -1; it takes at least 0"),
         ({"block": "basic", "groups": 32}, "a basic block has no groups"),
         ({"block": "basic", "width_per_group": 128}, "a basic block has no groups"),
         ({"width": 8, "width_per_group": 4}, "their product is at least 64"),

@@ -1,6 +1,7 @@
 """The command: one useful line and exit status 2 for bad input, answers on stdout otherwise."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,16 @@ def test_predict_ranks_texts_by_their_likeness_to_the_first(capsys):
         (["check", "resnet18", "--only", "check_card_"], "check_card"),
         (["export", "resnet51", "out"], "resnet50"),
         (["smoke", "resnet18"], "resnet18"),
+        (["pull", "resnet51"], "resnet50"),
+        (["pull", "resnet50"], "resnet50.imagenet1k_v1, resnet50.imagenet1k_v2"),
+        (["pull", "resnet50.imagenet1k_v2"], "put resnet50-11ad3fa6.pth into a folder"),
+        (["verify", "resnet51"], "resnet50"),
+        (["convert", "no.pth", "resnet18"], "no.pth"),
+        (["convert", ".", "resnet18"], "model.safetensors"),
+        (["convert", "no.pth", "resnet81"], "resnet18"),
+        (["convert", "no.pth", "resnet18", "--out", "x.bin"], "safetensors"),
+        (["sign", "no.toml", "--key", "no"], "no"),
+        (["sign", ".", "--key", "no"], "0 cards"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, words):
@@ -139,6 +150,42 @@ def test_a_reader_that_stops_early_is_no_error(fresh_python):
         "print(done.stdout.split()[-1], repr(done.stderr))"
     )
     assert out.strip() == "0 ''"
+
+
+def test_pull_fetches_and_prints_where_the_files_lie(capsys, house):
+    code, out, err = run(capsys, "pull", "tiny.v1")
+    assert code == 0
+    assert [Path(line).read_bytes() for line in out.splitlines()] == [
+        house.server.files[name] for name in ("model.safetensors", "words.json")
+    ]
+    assert err == ""  # it took no time
+    house.server.seen.clear()
+    assert run(capsys, "pull", "tiny", "--verify", "always") == (0, out, "")
+    assert not house.server.seen
+    house.server.faults["model.safetensors"].append("*404")
+    house.server.faults["web/model.safetensors"].append("*500")
+    Path(out.splitlines()[0]).unlink()
+    code, out, err = run(capsys, "pull", "tiny.v1")
+    assert (code, out) == (2, "")
+    assert "HTTP 404" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_verify_is_status_1_where_damage_stays(capsys, house, monkeypatch):
+    _, out, _ = run(capsys, "pull", "tiny.v1")
+    path = Path(out.splitlines()[0])
+    assert run(capsys, "verify")[0] == 0
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[::-1])
+    monkeypatch.setenv("ZOO_OFFLINE", "1")
+    code, out, _ = run(capsys, "verify", "tiny")
+    assert code == 1
+    assert out.splitlines()[0].startswith("damaged")
+    assert out.splitlines()[-1].endswith("0 repaired, 1 damaged")
+    monkeypatch.delenv("ZOO_OFFLINE")
+    code, out, _ = run(capsys, "verify", "tiny.v1")
+    assert code == 0
+    assert out.splitlines()[0].startswith("repaired")
 
 
 def test_a_check_that_fails_is_status_1(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
@@ -223,3 +224,138 @@ def test_a_failed_conversion_leaves_the_old_target(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="an HTML page"):
         convert.convert_file(source, target)
     assert target.read_bytes() == b"old"
+
+
+def shards(folder: Path, suffix: str = ".safetensors") -> Path:
+    """Two shards with their index."""
+    folder.mkdir(exist_ok=True)
+    table: dict[str, str] = {}
+    for number in (1, 2):
+        name = f"model-{number:05}-of-00002{suffix}"
+        part = {f"{key}{number}": torch.full((2,), float(number)) for key in "ab"}
+        if suffix == ".bin":
+            torch.save(part, folder / name)
+        else:
+            tensorfile.write(folder / name, part)
+        table |= dict.fromkeys(part, name)
+    path = folder / f"model{suffix}.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": table}))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_shards_are_read_as_one(suffix: str, tmp_path: Path) -> None:
+    found = convert.read_foreign(shards(tmp_path, suffix))
+    assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {
+        "a1": [1, 1], "b1": [1, 1], "a2": [2, 2], "b2": [2, 2],
+    }  # fmt: skip
+    assert found.folder == tmp_path
+    assert [path.name for path in found.files] == [
+        f"model-{number:05}-of-00002{suffix}" for number in (1, 2)
+    ]
+    assert found.header.tensors["a1"][:2] == ("F32", (2,))
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+TABLE = {"a1": ONE, "b1": ONE, "a2": TWO, "b2": TWO}
+WRONG_INDEXES: dict[str, tuple[object, str]] = {
+    "no JSON": (b"{", "is no JSON"),
+    "not UTF-8": (b'{"\xff": 1}', "is no JSON"),
+    "nested": (b'{"a":' + b"[" * 100_000, "is no JSON"),
+    "a list": ([], "no JSON object"),
+    "empty": ({}, "no table 'weight_map'"),
+    "no table": ({"weight_map": [ONE]}, "no table 'weight_map'"),
+    "an empty table": ({"weight_map": {}}, "no table 'weight_map'"),
+    "a table twice": (b'{"weight_map": {}, "weight_map": {}}', "'weight_map' twice"),
+    "a name twice": (
+        b'{"weight_map": {"a1": "x.bin", "\\u0061" : "y.bin", "a": "z.bin"}}',
+        "names 'a' twice",
+    ),
+    "a number": ({"weight_map": {**TABLE, "a1": 1}}, "the shard 1"),
+    "a list of shards": ({"weight_map": {**TABLE, "a1": [ONE, TWO]}}, "plain .safetensors"),
+    "a parent folder": ({"weight_map": {**TABLE, "a1": f"../{ONE}"}}, "plain .safetensors"),
+    "a folder": ({"weight_map": {**TABLE, "a1": f"sub/{ONE}"}}, "plain .safetensors"),
+    "a root": ({"weight_map": {**TABLE, "a1": f"/{ONE}"}}, "plain .safetensors"),
+    "a drive": ({"weight_map": {**TABLE, "a1": f"C:\\{ONE}"}}, "plain .safetensors"),
+    "a zero byte": ({"weight_map": {**TABLE, "a1": f"{ONE}\0.safetensors"}}, "plain .safetensors"),
+    "dots": ({"weight_map": {**TABLE, "a1": "..safetensors"}}, "plain .safetensors"),
+    "another kind": ({"weight_map": {**TABLE, "a1": "model.py"}}, "plain .safetensors"),
+    "a long name": ({"weight_map": {**TABLE, "a1": "x" * 300 + ".bin"}}, "plain .safetensors"),
+    "itself": ({"weight_map": {**TABLE, "a1": "model.safetensors.index.json"}}, "plain"),
+    "a missing shard": (
+        {"weight_map": {**TABLE, "c": "model-00003-of-00003.safetensors"}},
+        "1 shards that are not there",
+    ),
+    "a missing tensor": ({"weight_map": {**TABLE, "c1": ONE}}, "'c1'"),
+    "a swapped tensor": ({"weight_map": {**TABLE, "a1": TWO}}, "'a1'"),
+    "an extra tensor": ({"weight_map": {"a1": ONE, "a2": TWO, "b2": TWO}}, "holds 'b1'"),
+    "an unlisted shard": (
+        {"weight_map": {"a1": ONE, "b1": ONE}},
+        f"does not name the shard '{TWO}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_INDEXES)
+def test_an_index_that_is_not_right_is_refused(kind: str, tmp_path: Path) -> None:
+    value, words = WRONG_INDEXES[kind]
+    index = shards(tmp_path)
+    index.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+    with pytest.raises(WeightsError) as raised:
+        convert.read_foreign(index)
+    assert words in raised.value.line
+    assert raised.value.line.startswith(index.name)
+    assert len(raised.value.line) <= 200
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    index = shards(tmp_path)
+    tensorfile.write(tmp_path / TWO, {**tensors("a1"), **tensors("a2", "b2")})
+    with pytest.raises(WeightsError, match=f"that holds 'a1', and this places it in '{ONE}'"):
+        convert.read_foreign(index)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"\x80\2}q\0.", None])
+def test_a_damaged_shard_is_refused_by_its_name(content: bytes | None, tmp_path: Path) -> None:
+    index = shards(tmp_path)
+    (tmp_path / TWO).unlink()
+    if content is None:
+        (tmp_path / TWO).mkdir()
+    else:
+        (tmp_path / TWO).write_bytes(content)
+    with pytest.raises(WeightsError, match=f"^{TWO}"):
+        convert.read_foreign(index)
+
+
+def test_an_index_that_never_ends_is_refused(tmp_path: Path) -> None:
+    index = shards(tmp_path)
+    index.write_bytes(b'{"weight_map": {' + b" " * convert.MAX_JSON + b"}}")
+    with pytest.raises(WeightsError, match="more than 16,777,216 bytes"):
+        convert.read_foreign(index)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(WeightsError, match="no regular file"):
+        convert.read_foreign(index)
+
+
+def test_the_one_set_in_a_folder_is_read_and_two_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="holds none of"):
+        convert.read_foreign(tmp_path)
+    tensorfile.write(tmp_path / "model.safetensors", tensors("a"))
+    (tmp_path / "config.json").write_text("{}")
+    tensorfile.write(tmp_path / "adapter.safetensors", tensors("b"))
+    assert list(convert.read_foreign(tmp_path).tensors) == ["a"]
+    torch.save(tensors("c"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"model\.safetensors and pytorch_model\.bin"):
+        convert.read_foreign(tmp_path)
+    assert list(convert.read_foreign(tmp_path / "pytorch_model.bin").tensors) == ["c"]
+    (tmp_path / "model.safetensors").unlink()
+    assert list(convert.read_foreign(tmp_path).tensors) == ["c"]
+
+
+def test_safetensors_are_mapped_and_not_copied(tmp_path: Path) -> None:
+    tensorfile.write(tmp_path / "a.safetensors", {"w": torch.ones(1 << 20), **tensors("odd")})
+    found = convert.read_foreign(tmp_path / "a.safetensors").tensors
+    pages = Path("/proc/self/maps").read_text()
+    assert found["w"].sum() == 1 << 20
+    assert str(tmp_path / "a.safetensors") in pages

@@ -156,7 +156,7 @@ for i in itertools.count(int(sys.argv[2])):
     print("one is written", flush=True)
 """
     chance = random.Random(0)
-    seen = set()
+    seen, cut = set(), 0
     for start in range(1, 37):
         with subprocess.Popen(
             [sys.executable, "-c", code, str(path), str(start)], cwd=ROOT, stdout=subprocess.PIPE
@@ -168,8 +168,13 @@ for i in itertools.count(int(sys.argv[2])):
         data = path.read_bytes()
         assert data == data[:1] * size
         seen.add(data[0])
+        left = len(os.listdir(tmp_path)) - 1
+        cut += left
+        assert left <= 1, "the next writer removes what the killed one left"
     assert len(seen) > 12, "the writers never got to write"
-    assert len(os.listdir(tmp_path)) > 1, "no writer was killed while it wrote"
+    assert cut > 0, "no writer was killed while it wrote"
+    files.write_atomically(path, NEW)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_hash_is_that_of_the_whole_file_wherever_it_was_read_to(tmp_path: Path) -> None:
