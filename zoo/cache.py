@@ -51,12 +51,12 @@ class Kept:
 
 def blob(sha256: str) -> Path:
     """Where the cache keeps the file with this hash."""
-    return files.home() / "blobs" / sha256[:2] / sha256
+    return _home() / "blobs" / sha256[:2] / sha256
 
 
 def blobs() -> list[Path]:
     """Everything that the cache keeps, named by its hash."""
-    return [path for parent in _listed(files.home() / "blobs") for path in _listed(parent)]
+    return [path for parent in _listed(_home() / "blobs") for path in _listed(parent)]
 
 
 def is_converted(file: File) -> bool:
@@ -174,14 +174,14 @@ def make_room(size: int) -> None:
         free = shutil.disk_usage(_tmp()).free
         if free < size:
             raise CacheError(
-                f"the disk of {files.home()} has {free:,} bytes free, and {size:,} more are "
+                f"the disk of {_home()} has {free:,} bytes free, and {size:,} more are "
                 "needed; ZOO_HOME names another place"
             )
 
 
 def sweep() -> None:
     """Remove what killed processes left behind, except downloads that can be resumed."""
-    home = files.home()
+    home = _home()
     for path in _listed(_tmp()):
         useless = not _is_resumable(path) or _is_newer(blob(path.name.partition(".")[0]), path)
         if _is_old(path) or (useless and (files.is_leftover(path) or ".tmp-" not in path.name)):
@@ -328,8 +328,8 @@ def locked(key: str, *, until: Callable[[], bool], say: Callable[[str], None]) -
             and is to look first.
         say: Takes a line about the waiting.
     """
-    path, descriptor = files.home() / "locks" / key, None
-    with suppress(OSError, RuntimeError):  # none here, a read-only cache: go on without
+    path, descriptor = _home() / "locks" / key, None
+    with suppress(OSError):  # none here, or a read-only cache: go on without
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(path, key, until, say)
     try:
@@ -392,11 +392,20 @@ def _parts(key: str) -> Iterable[Path]:
 
 
 def _ref(card: Card, file: File) -> Path:
-    return files.home() / "refs" / card.full_name.replace("/", "@") / f"{file.name}.json"
+    return _home() / "refs" / card.full_name.replace("/", "@") / f"{file.name}.json"
+
+
+def _home() -> Path:
+    try:
+        return files.home()
+    except RuntimeError as error:
+        raise CacheError(
+            "this user has no home folder; ZOO_HOME names one for the cache"
+        ) from error
 
 
 def _tmp() -> Path:
-    return files.home() / "tmp"
+    return _home() / "tmp"
 
 
 def _listed(parent: Path) -> list[Path]:
@@ -464,6 +473,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise CacheError(
-            f"the cache {files.home()} cannot be written: {reason}; ZOO_HOME names another",
+            f"the cache {_home()} cannot be written: {reason}; ZOO_HOME names another",
             str(error.filename or path),
         ) from error

@@ -68,7 +68,7 @@ def open_or_pull(card: Card, *, verify: Verify = "auto") -> Stored:
         except WeightsError:
             if may_fetch:  # else it is missed by what needs it, which the model does not
                 notes += pull_card(card, verify=verify)[1]
-    return replace(stored, notes=(*notes, *stored.notes))
+    return replace(stored, notes=tuple(dict.fromkeys((*notes, *stored.notes))))
 
 
 def pull_card(
@@ -88,6 +88,8 @@ def pull_card(
         else:
             paths.append(path)
             notes += broken
+    for note in notes:
+        log.warning("%s", note)
     for index, file in enumerate(listed):
         if paths[index] is None:
             paths[index], failures = fetch(card, file, verify=verify, progress=progress)

@@ -129,7 +129,6 @@ def house(
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     monkeypatch.setenv("ZOO_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(download, "PAUSES_S", (0.01, 0.01))
-    monkeypatch.setattr(download, "TIMEOUT_S", 0.5)
     folder = tmp_path / "cards"
     folder.mkdir()
     monkeypatch.setattr(cards, "CARDS", folder)
@@ -147,3 +146,9 @@ def house(
     yield made
     _server.released.set()
     _server.released.clear()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent connection is given up soon."""
+    monkeypatch.setattr(download, "TIMEOUT_S", 0.5)

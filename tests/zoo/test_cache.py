@@ -276,3 +276,13 @@ def test_the_room_on_the_disk_is_asked_for(home: Path) -> None:
     cache.make_room(1)
     with pytest.raises(CacheError, match=r"bytes free, and 1,152,921.* more are"):
         cache.make_room(1 << 60)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.setattr(files, "home", nobody)
+    for call in (cache.sweep, cache.blobs, lambda: cache.blob(SHA256)):
+        with pytest.raises(CacheError, match="ZOO_HOME"):
+            call()

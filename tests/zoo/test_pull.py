@@ -203,6 +203,7 @@ def test_what_was_put_there_by_hand_is_used(
 PASSING = ["cut", "flip", "stall", "dead", "reset", "500", "503", "429", "too-long", "no-length"]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", [*PASSING, "slow", "elsewhere", "weak"])
 def test_a_fault_that_passes_is_overcome(house: House, fault: str) -> None:
     house.server.faults[MAIN].extend([fault])
@@ -230,6 +231,7 @@ LASTING = {
 }
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_fault_that_stays_is_named_and_the_next_source_serves(
     house: House, fault: str, caplog: pytest.LogCaptureFixture
@@ -353,6 +355,7 @@ def break_off(house: House) -> str:
     return left
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_broken_off_download_goes_on_where_it_ended(house: House) -> None:
     break_off(house)
     pull.pull("tiny.v1")
@@ -365,6 +368,7 @@ def test_a_broken_off_download_goes_on_where_it_ended(house: House) -> None:
     assert not house.left()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", ["changed", "no-range", "wrong-range"])
 def test_a_server_that_cannot_go_on_sends_it_again(house: House, fault: str) -> None:
     break_off(house)
@@ -385,6 +389,7 @@ def too_long(path: Path) -> None:
     path.write_bytes(path.read_bytes() * 9)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("change", [damaged, too_long])
 def test_a_broken_off_download_that_is_damaged_does_no_harm(
     house: House, change: Callable[[Path], None]
@@ -395,6 +400,7 @@ def test_a_broken_off_download_that_is_damaged_does_no_harm(
     assert not house.left()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_all_bytes_of_a_killed_process_are_not_fetched_again(house: House) -> None:
     left = house.home / break_off(house)
     left.write_bytes(house.server.files[MAIN])
@@ -554,7 +560,8 @@ def test_a_flipped_bit_anywhere_is_found_and_the_next_source_repairs_it(
         flip(path, place)
         house.server.seen.clear()
         report = zoo.load("tiny.v1", verify="always").load_report
-        assert report.notes[0].startswith("tiny.v1: cache: ")
+        [note] = report.notes
+        assert note.startswith("tiny.v1: cache: ")
         assert is_whole(house), place
         assert len(house.server.bodies()) == 1
     flip(path, 4000)
