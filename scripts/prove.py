@@ -40,8 +40,8 @@ def main() -> None:
         lines += [f"## {title}: {verdict}", "", f"`python {' '.join(arguments)}`, {took:.0f} s", ""]
         lines += [*fence, *output, *fence, ""]
         print(*output, done.stderr[-2000:] if done.returncode else "", sep="\n", flush=True)
-    (ROOT / "docs").mkdir(exist_ok=True)
-    (ROOT / "docs" / "proofs.md").write_text("\n".join(lines), "utf-8")
+        (ROOT / "docs").mkdir(exist_ok=True)
+        (ROOT / "docs" / "proofs.md").write_text("\n".join(lines), "utf-8")
     sys.exit(1 if failed else 0)
 
 

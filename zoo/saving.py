@@ -146,7 +146,7 @@ def _write_hashed(folder: Path, stem: str, content: bytes, suffix: str) -> Path:
 def _remove_others(folder: Path, stem: str, weights: Weights) -> None:
     """Remove what earlier saves left: files of this model that its card does not name."""
     kept = {file.name for file in weights.files} | {f"{weights.labels}.txt"}
-    ours = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}\.[a-z.]+|\.tmp-\d+-[0-9a-f]+")
+    ours = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}\.[a-z.]+")
     for path in (*folder.iterdir(), *(folder / "labels").glob("*")):
         if path.name not in kept and ours.fullmatch(path.name):
             path.unlink(missing_ok=True)

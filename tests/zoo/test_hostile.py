@@ -265,7 +265,7 @@ CARDS = [  # what stands on a card, and what takes its place
         (LABELS, f"labels = {json.dumps(name)}")
         for name in ("../../outside/secret", "/etc/passwd", "a/b", "..", "x\0", "con")
     ),
-    *((LABELS, f'{LABELS}\ngolden = "{name}"') for name in ("../g.safetensors", "/tmp/g", "a/b")),
+    *((LABELS, f'{LABELS}\ngolden = "{name}"') for name in ("../g.safetensors", "/srv/g", "a/b")),
     *((TAG, f"[weights.{json.dumps(tag)}]") for tag in ("../x", "a/b", "..", "a b", "x\n")),
     *(
         (LABELS, source("package", name="x", path=path))
@@ -448,7 +448,7 @@ def nested() -> bytes:
 ARCHIVES: dict[str, Callable[[], bytes]] = {
     "parent": lambda: rezipped(more={"../../outside/x": b"x"}),
     "parent in torch's folder": lambda: rezipped(more={"archive/data/../../../../outside/x": b"x"}),
-    "absolute": lambda: rezipped(more={"/tmp/zoo-hostile": b"x"}),
+    "absolute": lambda: rezipped(more={"/srv/zoo-hostile": b"x"}),
     "drive": lambda: rezipped(more={"C:\\x": b"x"}),
     "backslashes": lambda: rezipped(more={"..\\..\\outside\\x": b"x"}),
     "long name": lambda: rezipped(more={"x/" * 10_000: b"x"}),
