@@ -117,7 +117,8 @@ def load_into(
     _same(plan.duplicates, held, name)
     tensors = {own: held[source] for own, source in plan.sources.items()}
     if plan.adapted:
-        tensors |= skeleton.adapt_input(tensors, stored_channels)
+        changed = skeleton.adapt_input(tensors, stored_channels)
+        tensors |= {own: changed[own] for own in plan.adapted}
     _assign(skeleton, tensors, plan.absent)
     if plan.fresh:
         _initialise(skeleton, plan.fresh, dtype)
@@ -173,7 +174,7 @@ def make_plan(
             sources[canonical] = source
 
     info = {own: stored[source] for own, source in sources.items()}
-    adapted = _adapted(skeleton, info, stored_channels)
+    adapted = _adapted(skeleton, info, expected, stored_channels)
     missing = [own for own in expected if tied[own] == own and own not in sources]
     absent = tuple(own for own in missing if own.endswith(COUNTER))
     missing = [own for own in missing if own not in absent]
@@ -265,7 +266,10 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _adapted(
-    skeleton: Any, info: Mapping[str, TensorInfo], stored_channels: int | None
+    skeleton: Any,
+    info: Mapping[str, TensorInfo],
+    expected: Mapping[str, Tensor],
+    stored_channels: int | None,
 ) -> dict[str, torch.Size]:
     """Shapes that the family's `adapt_input` gives, asked on meta tensors."""
     if stored_channels is None or not hasattr(skeleton, "adapt_input"):
@@ -278,7 +282,11 @@ def _adapted(
         changed: dict[str, Tensor] = skeleton.adapt_input(on_meta, stored_channels)
     except (RuntimeError, KeyError, IndexError):  # the stored layer does not have that form at all
         return {}
-    return {own: tensor.shape for own, tensor in changed.items()}
+    return {
+        own: tensor.shape
+        for own, tensor in changed.items()
+        if info[own].shape != expected[own].shape and info[own].shape[1] == stored_channels
+    }
 
 
 def _fits(stored: TensorInfo, expected: Tensor, adapted: torch.Size | None) -> bool:

@@ -141,6 +141,10 @@ def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Car
         raise ConfigError(
             f"pretrained is {shown(pretrained)}; it takes True, False, a tag or a pathlib.Path"
         )
+    if isinstance(name, Path) and not card.tag and pretrained is not False:
+        raise WeightsUnavailableError(
+            f"the card in {shown(str(name))} lists no weights; pretrained=False builds it anew"
+        )
     if card.tag or not pretrained:
         return card, None
     if card.default_tag:

@@ -491,3 +491,23 @@ def test_the_card_of_a_model_has_its_own_channels():
 def test_random_weights_are_not_called_by_the_tag():
     model = zoo.load("resnet18.imagenet1k_v1", pretrained=False, width=8)
     assert model.card.full_name == "resnet18.untrained"
+
+
+def test_a_file_that_fits_other_channels_already_is_taken_as_it_is(tmp_path):
+    model = zoo.load("resnet18", width=8, in_channels=7)
+    zoo.save(model, tmp_path)
+    file = next(tmp_path.glob("*.safetensors"))
+    loaded = zoo.load("resnet18", pretrained=file, width=8, in_channels=7)
+    assert torch.equal(loaded.conv1.weight, model.conv1.weight)
+    assert loaded.load_report.adapted == ()
+    with pytest.raises(WeightsError, match=r"conv1\.weight"):
+        zoo.load("resnet18", pretrained=file, width=8, in_channels=5)
+
+
+def test_a_saved_folder_never_means_random_weights(tmp_path):
+    zoo.save(zoo.load("resnet18", width=8), tmp_path)
+    card = tmp_path / "resnet18.toml"
+    card.write_text(card.read_text("utf-8").partition("[weights")[0], "utf-8")
+    with pytest.raises(WeightsUnavailableError, match="lists no weights"):
+        zoo.load(tmp_path)
+    assert zoo.load(tmp_path, pretrained=False).load_report.source == "random"
