@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ class Pipeline:
 
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         answers: list[Any] = [None] * len(inputs)
-        with _evaluating(self.model), torch.inference_mode():
+        with registry.evaluating(self.model), torch.inference_mode():
             for indices, samples in self._batches(inputs, reading):
                 batch = self.task.collate(samples)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -174,18 +173,6 @@ def _read(
             raise
         raise DataError(f"item {index}: {error.line}", *error.details) from error
     return sample
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every submodule gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -240,6 +242,18 @@ def card_of(model: nn.Module) -> Card:
             f"this {type(model).__name__} has no card; zoo.load gives models that have one"
         )
     return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every submodule gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def installed_tags(card: Card) -> list[str]:

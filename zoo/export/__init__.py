@@ -30,7 +30,7 @@ from zoo.errors import ConfigError, ExportError, ZooError, nearest, require, sho
 from zoo.export import onnx, pt2
 from zoo.export.parity import Case, Run, compare
 from zoo.export.program import Program, failure, trace
-from zoo.registry import card_of, load
+from zoo.registry import card_of, evaluating, load
 
 __all__ = ["FORMATS", "Case", "ExportReport", "Format", "describe", "export"]
 
@@ -123,7 +123,7 @@ def export(
     path = _destination(Path(out), card, writer.SUFFIX)
     where = f"{card.full_name} as {format}"
     with _staging(path.parent) as staging:
-        with _evaluating(model), _quiet(), torch.no_grad():
+        with evaluating(model), _quiet(), torch.no_grad():
             program = trace(model, card)
             staged = staging / path.name
             try:
@@ -275,18 +275,6 @@ def _publish(staging: Path, path: Path) -> list[Path]:
 
 def _unwritable(path: Path, error: OSError) -> ExportError:
     return ExportError(f"cannot write to {shown(str(path))}: {error.strerror}; choose another out")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager
