@@ -3,7 +3,9 @@
 Run as ``python kills.py KIND COUNT SEED``; prints the counts as JSON. Everything is imported once
 and the workers are forked, so that a thousand kills take a minute. KIND is ``download`` or
 ``repair`` (``ZOO_HOME``, ``HF_ENDPOINT`` and the folder ``CARDS`` are set, the model is body.v1),
-or ``save`` (writes in the current folder).
+or ``save`` (writes in the current folder). At least COUNT processes are killed, and more, up to
+twenty times as many, until a tenth of COUNT was hit at work, before the new state stood, and after
+it: how long a write takes is the machine's affair.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zoo import cache, cards, files, tensorfile
@@ -58,6 +60,16 @@ def duration(work: Callable[[], object], reset: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def enough(count: int, seen: Counter[str], at_work: str) -> Iterator[int]:
+    """Numbers of the kills to come."""
+    for kill in range(20 * count):
+        hits = min(seen[at_work], seen["old state"], seen["new state"])
+        if kill >= count and hits >= count // 10:
+            return
+        seen["kills"] = kill + 1
+        yield kill
+
+
 def fetch(count: int, chance: random.Random, *, repair: bool) -> Counter[str]:
     """Kills during downloads into an empty cache, or over a damaged file of it."""
     card = cards.card("body.v1")
@@ -83,7 +95,7 @@ def fetch(count: int, chance: random.Random, *, repair: bool) -> Counter[str]:
     most = 1.3 * duration(work, reset)
     seen: Counter[str] = Counter(most_ms=int(1000 * most))
     broken = blob.read_bytes() if repair else None
-    for _ in range(count):
+    for _ in enough(count, seen, "killed while it downloaded"):
         seen["done before the kill"] += kill_at_random(work, most, chance)
         left = [path for name in ("tmp", "locks") for path in (files.home() / name).iterdir()]
         parts = [path for path in left if path.suffix == ".part"]
@@ -133,7 +145,7 @@ def save(count: int, chance: random.Random) -> Counter[str]:
     write(0)
     most = 1.3 * duration(work, lambda: write(0))
     seen: Counter[str] = Counter(most_ms=int(1000 * most))
-    for _ in range(count):
+    for _ in enough(count, seen, "killed while it wrote"):
         done = kill_at_random(work, most, chance)
         seen["done before the kill"] += done
         left = len(os.listdir()) - 1

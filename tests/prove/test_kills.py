@@ -42,10 +42,10 @@ def run(kind: str, count: int, folder: Path, **environment: str) -> dict[str, in
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counts: dict[str, int] = json.loads(done.stdout)
-    print(f"{count} kills, {kind}: {counts}")
-    assert counts["old state"] + counts["new state"] == count
-    assert counts["old state"] > count // 10, "the workers were killed too late"
-    assert counts["new state"] > count // 20, "the workers were killed too early"
+    print(f"{kind}: {counts}")
+    assert counts["old state"] + counts["new state"] == counts["kills"] >= count
+    assert counts["old state"] >= count // 10, "the workers were killed too late"
+    assert counts["new state"] >= count // 10, "the workers were killed too early"
     assert counts["left after the next start"] == 0
     return counts
 
@@ -65,7 +65,7 @@ def test_a_killed_download_or_repair_leaves_the_old_state_or_the_new_one(
     environment = {"CARDS": str(tmp_path / "cards"), "ZOO_HOME": str(tmp_path / "home")}
     environment |= {"HF_ENDPOINT": server.http, "ZOO_OFFLINE": "", "HF_HUB_OFFLINE": ""}
     counts = run(kind, count, tmp_path, **environment)
-    assert counts["killed while it downloaded"] > count // 10
+    assert counts["killed while it downloaded"] >= count // 10
     resumed = sum(seen.status == 206 for seen in server.seen)
     assert resumed > 0
     print(f"{resumed} downloads went on where a killed one had ended")
@@ -74,4 +74,4 @@ def test_a_killed_download_or_repair_leaves_the_old_state_or_the_new_one(
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_killed_save_leaves_the_old_state_or_the_new_one(count: int, tmp_path: Path) -> None:
     counts = run("save", count, tmp_path)
-    assert counts["killed while it wrote"] > count // 10
+    assert counts["killed while it wrote"] >= count // 10

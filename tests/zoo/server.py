@@ -22,15 +22,16 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 CERTIFICATE = Path(__file__).with_name("loopback.pem")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seen:
-    """One request and what was answered."""
+    """One request and what was answered, noted as the answer begins."""
 
     method: str
     path: str
     headers: dict[str, str]
     status: int
-    sent: int  # bytes of the body
+    sent: int = 0  # bytes of the body
+    ended: bool = True
 
 
 class Server:
@@ -92,11 +93,17 @@ class Server:
             return waiting.popleft() if waiting else ""
 
     def bodies(self) -> list[Seen]:
-        """Requests that were answered with bytes of a file."""
+        """Requests that were answered with bytes of a file, once their answers have ended.
+
+        A client that has all it wants goes on before its server knows; answers that hang are not
+        waited for.
+        """
         with self._lock:
-            return [
-                seen for seen in self.seen if seen.method == "GET" and seen.status in (200, 206)
-            ]
+            bodies = [s for s in self.seen if s.method == "GET" and s.status in (200, 206)]
+        limit = time.monotonic() + 5
+        while time.monotonic() < limit and not all(seen.ended for seen in bodies):
+            time.sleep(0.002)
+        return bodies
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -141,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def plain(self, status: int, headers: dict[str, str]) -> None:
         """An answer without a body."""
-        self.hub.note(Seen(self.command, self.path, dict(self.headers), status, 0))
+        self.hub.note(Seen(self.command, self.path, dict(self.headers), status))
         self.send_response(status)
         for key, value in {"Content-Length": "0", **headers}.items():
             self.send_header(key, value)
@@ -194,21 +201,22 @@ class _Handler(BaseHTTPRequestHandler):
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
         length = {"short-length": len(body) - 9, "long-length": len(body) + 9}.get(fault, len(body))
+        seen = Seen(self.command, self.path, dict(self.headers), status, ended=False)
+        self.hub.note(seen)
         time.sleep(self.hub.delay)
         self.send_response(status)
         if fault not in ("endless", "no-length"):
             headers["Content-Length"] = str(length)
         for key, value in headers.items():
             self.send_header(key, value)
-        self.end_headers()
-        sent = 0
         try:
+            self.end_headers()
             if self.command == "GET":
                 for piece in self.pieces(body, fault):
                     self.wfile.write(piece)
-                    sent += len(piece)
+                    seen.sent += len(piece)
         finally:
-            self.hub.note(Seen(self.command, self.path, dict(self.headers), status, sent))
+            seen.ended = True
 
     def pieces(self, body: bytes, fault: str):
         """The bytes of a body as they are sent."""
