@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.errors import ConfigError, DataError
+from zoo.training.recipe import AdamW, Linear, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +281,11 @@ class Bert(nn.Module):
 
         Knows every form in which BERT is published: with or without the prefix ``bert.``, layer
         norms named weight/bias or gamma/beta, with position ids, pretraining heads, and copies of
-        the tied output matrix and bias. A name of no known form stands for itself.
+        the tied output matrix and bias: a copy gets the name of its original, which it must equal.
+        A name of no known form stands for itself.
         """
         names, own = list(names), set(self.state_dict())
+        copies = COPIES if self.config.task == "fill-mask" else {}
         bare = not any(name.startswith("bert.") for name in names)
         found: dict[str, str | None] = {name: name for name in names}
         taken = own & found.keys()
@@ -295,7 +298,8 @@ class Bert(nn.Module):
                 found[name] = new
                 taken.add(new)
             elif new not in own and OPTIONAL.fullmatch(new):
-                found[name] = None
+                del found[name]  # a copy comes last, so that its original is the one in use
+                found[name] = copies.get(new)
         return found
 
     def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -317,6 +321,11 @@ class Bert(nn.Module):
                 )
 
 
+# The output matrix and bias, which some files store a second time under the name of a layer.
+COPIES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 # Tensors of published files that a task may do without: what pretraining needed, and copies.
 OPTIONAL = re.compile(
     r"bert\.embeddings\.position_ids|bert\.pooler\.dense\.(weight|bias)"
@@ -335,3 +344,23 @@ def _mean(
 ) -> Float[Tensor, "batch dim"]:
     """Mean of the chosen tokens, zero where there are none."""
     return (x * chosen[..., None]).sum(1) / chosen.sum(1, keepdim=True).clamp(min=1)
+
+
+# Source: Devlin et al. 2018, appendix A.3; six layers take a higher rate than their twelve.
+RECIPES = {
+    "sst2": Recipe(
+        data="sst2/train",
+        validation="sst2/validation",
+        init="all-minilm-l6-v2.sbert",
+        task="text-classification",
+        config={"num_classes": 2},
+        epochs=3,
+        batch_size=32,
+        optimizer=AdamW(lr=7e-5),
+        schedule=Linear(warmup=0.06),
+        precision="bfloat16",
+        clip_norm=1.0,
+        layer_decay=0.9,
+        buckets=True,
+    )
+}

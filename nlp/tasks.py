@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from nlp.text import IGNORED, TextPreprocessing, Tokenizer, collate, sample
 from zoo.cards import Card, TensorSpec
 from zoo.config import build
 from zoo.data import Dataset
-from zoo.errors import CardError, DataError, shown
+from zoo.errors import CardError, ConfigError, DataError, shown
 from zoo.ranking import ranked
+from zoo.training.recipe import Recipe
 
 CHUNK = 1024  # examples that `measure` hands over at a time
 TOP_SCORE = 5.0  # of STS-B: the same meaning
@@ -66,6 +67,8 @@ class TextTask:
     """
 
     name: ClassVar[str]
+    target: ClassVar[Literal["class", "number", "tokens"]] = "class"
+    recipe: ClassVar[type[Recipe]] = Recipe
     inputs: ClassVar[dict[str, TensorSpec]] = {}  # beside ids and mask
     outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
     datasets: ClassVar[dict[str, Dataset]] = {}
@@ -90,9 +93,27 @@ class TextTask:
         """
         return sample(self.tokenizer.encode(raw))
 
-    def example(self, raw: Any, target: Any) -> dict[str, Tensor]:
-        """One text with its target, for `collate` and `loss`."""
+    def example(
+        self,
+        raw: Any,
+        target: Any,
+        recipe: Recipe | None = None,
+        generator: torch.Generator | None = None,
+        size: int | None = None,
+    ) -> dict[str, Tensor]:
+        """One text with its target, for `collate` and `loss`.
+
+        Texts are not augmented: the last three are there because images are.
+        """
         return {**self.read(raw), "target": torch.as_tensor(target)}
+
+    def length(self, raw: Any) -> int:
+        """Characters of a text or a pair, which tells its tokens well enough to sort by."""
+        return sum(map(len, raw)) if isinstance(raw, tuple) else len(raw)
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Number of items that the loss of a batch is a sum over."""
+        return len(batch["target"])
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """A batch of what `read` or `example` gave."""
@@ -107,6 +128,7 @@ class SentenceEmbedding(TextTask):
     """A vector of unit length for each text; the dot product of two is their likeness."""
 
     name = "sentence-embedding"
+    target = "number"
     outputs: ClassVar[dict[str, TensorSpec]] = {
         "sentence_embedding": TensorSpec(dtype="float32", shape=("batch", "embed_dim"))
     }
@@ -119,6 +141,7 @@ class SentenceEmbedding(TextTask):
                 "test": "glue/stsb/test-00000-of-00001.parquet",
             },
             read=read_pairs,
+            columns=("sentence1", "sentence2", "label"),
             home="https://huggingface.co/datasets/nyu-mll/glue",
         )
     }
@@ -133,8 +156,15 @@ class SentenceEmbedding(TextTask):
             raise DataError(f"{shown(raw)} is no text; {self.name} takes a str, or a list of them")
         return super().read(raw)
 
-    def example(self, raw: tuple[str, str], target: float) -> dict[str, Tensor]:
-        """A pair of texts with its score from 0 to 5."""
+    def example(
+        self,
+        raw: tuple[str, str],
+        target: float,
+        recipe: Recipe | None = None,
+        generator: torch.Generator | None = None,
+        size: int | None = None,
+    ) -> dict[str, Tensor]:
+        """A pair of texts with its score from 0 to 5; the last three are not used."""
         first, second = map(self.read, raw)
         other = {f"second_{name}": tensor for name, tensor in second.items()}
         return {**first, **other, "target": torch.tensor(float(target))}
@@ -148,11 +178,18 @@ class SentenceEmbedding(TextTask):
         ]
         return collate([*samples, *filter(None, seconds)]) | _targets(samples)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
+    ) -> tuple[Tensor, int]:
         """Squared error of the cosine of each pair against its score, sum and count.
+
+        Raises:
+            ConfigError: Labels are to be smoothed; scores are no classes.
 
         Source: Reimers and Gurevych 2019, section 3, regression objective.
         """
+        if label_smoothing:
+            raise ConfigError(f"label_smoothing is {label_smoothing}; {self.name} takes 0")
         first, second = model(**_inputs(batch)).chunk(2)
         cosine = (first * second).sum(-1)
         return (cosine - batch["target"] / TOP_SCORE).square().sum(), len(cosine)
@@ -203,14 +240,18 @@ class TextClassification(TextTask):
                 "validation": "glue/sst2/validation-00000-of-00001.parquet",
             },
             read=partial(read_parquet, columns=("sentence", "label")),
+            columns=("sentence", "label"),
             home="https://huggingface.co/datasets/nyu-mll/glue",
         )
     }
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        """Cross-entropy, sum and count."""
-        logits = model(**_inputs(batch))
-        return F.cross_entropy(logits.float(), batch["target"], reduction="sum"), len(logits)
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
+    ) -> tuple[Tensor, int]:
+        """Cross-entropy, sum and count; `label_smoothing` of each target goes to all classes."""
+        logits, target = model(**_inputs(batch)).float(), batch["target"]
+        total = F.cross_entropy(logits, target, reduction="sum", label_smoothing=label_smoothing)
+        return total, len(target)
 
     def decode(self, outputs: Tensor, *, top_k: int = 5) -> list[list[dict[str, Any]]]:
         """Classes by probability, best first."""
@@ -225,6 +266,7 @@ class FillMask(TextTask):
     """The words that a text lacks where it says ``[MASK]``."""
 
     name = "fill-mask"
+    target = "tokens"
     outputs: ClassVar[dict[str, TensorSpec]] = {
         "logits": TensorSpec(dtype="float32", shape=("batch", "tokens", "vocab_size"))
     }
@@ -243,11 +285,23 @@ class FillMask(TextTask):
             raise DataError(f"{shown(raw)} has no [MASK]{where}; write it where a word is missing")
         return {**sample(encoding), "offsets": torch.tensor(encoding.offsets)}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Number of tokens that have a target; a batch may have none."""
+        return int((batch["target"] != IGNORED).sum())
+
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
+    ) -> tuple[Tensor, int]:
         """Cross-entropy of the tokens whose target is not -100, sum and count."""
         logits, target = model(**_inputs(batch)).flatten(0, 1), batch["target"].flatten()
-        total = F.cross_entropy(logits.float(), target, ignore_index=IGNORED, reduction="sum")
-        return total, (target != IGNORED).sum()
+        total = F.cross_entropy(
+            logits.float(),
+            target,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
+        return total, self.count(batch)
 
     def decode(
         self, outputs: Tensor, samples: Sequence[Mapping[str, Tensor]], *, top_k: int = 5

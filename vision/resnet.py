@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vision.augment import ImageRecipe
 from vision.convnet import (
     DropPath,
     SqueezeExcitation,
@@ -36,6 +37,7 @@ from vision.convnet import (
     spread_input,
 )
 from zoo.errors import ConfigError, shown
+from zoo.training.recipe import AdamW, Cosine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,3 +345,29 @@ class ResNet(nn.Module):
         if in_channels == self.config.in_channels:
             return {}
         return {"conv1.weight": spread_input(tensors["conv1.weight"], self.config.in_channels)}
+
+
+# Images of 32 pixels, enlarged to 40, 48, then 64, so that the stem for ImageNet stays as it is.
+# Source: He et al. 2015, section 4.2 (shift by 4, mirror); DeVries, Taylor 2017 (cutout);
+# Loshchilov, Hutter 2017 (AdamW); Goyal et al. 2017, section 5.1 (blocks start as identities).
+RECIPES = {
+    "cifar10": ImageRecipe(
+        data="cifar10/train",
+        validation="cifar10/test",
+        config={"num_classes": 10, "zero_init_residual": True},
+        epochs=18,
+        batch_size=128,
+        optimizer=AdamW(lr=2e-3, weight_decay=0.05),
+        schedule=Cosine(warmup=0.04),
+        precision="bfloat16",
+        clip_norm=5.0,
+        ema=0.998,
+        label_smoothing=0.1,
+        crop_padding=4,
+        flip=True,
+        cutout=8,
+        sizes=((0.1, 40), (0.25, 48), (1.0, 64)),
+        channels_last=True,
+        workers=2,
+    )
+}

@@ -16,14 +16,18 @@ from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vision.images import ImagePreprocessing, decode, prepare
+from vision.augment import ImageRecipe, augmented
+from vision.images import ImagePreprocessing, Pixels, decode, prepare
 from zoo.cards import Card
 from zoo.config import build
 from zoo.data import Dataset
 from zoo.errors import CardError, DataError, shown
 from zoo.ranking import ranked
+from zoo.training.recipe import Recipe
 
 CHUNK = 256  # encoded images held at a time while measuring
+# Files of a folder that are taken as images; Pillow tells by their content what they are.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 # For models without weights, whose card has no preprocessing: the usual one of ImageNet.
 UNTRAINED = ImagePreprocessing(
@@ -71,11 +75,16 @@ class ImageClassification:
     """
 
     name: ClassVar[str] = "image-classification"
+    recipe: ClassVar[type[Recipe]] = ImageRecipe
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
+    # Of fine-tuning on images of any kind and size; mirrored digits would be other signs.
+    finetuning: ClassVar[dict[str, Any]] = {"random_resized_crop": (0.6, 1.0)}
     datasets: ClassVar[dict[str, Dataset]] = {
         "imagenet-sample": Dataset(
             name="imagenet-sample",
             files={"validation": "imagenet-sample/data/validation-00000-of-00001.parquet"},
             read=partial(read_parquet, column="image"),
+            columns=("image", "label"),
             home="https://www.image-net.org",
         ),
         "cifar10": Dataset(
@@ -85,6 +94,7 @@ class ImageClassification:
                 "test": "cifar10/plain_text/test-00000-of-00001.parquet",
             },
             read=partial(read_parquet, column="img"),
+            columns=("img", "label"),
             home="https://huggingface.co/datasets/uoft-cs/cifar10",
         ),
     }
@@ -109,19 +119,49 @@ class ImageClassification:
         image = decode(raw, layout=layout)
         return {"image": prepare(image, self.preprocessing, self.in_channels)}
 
+    def example(
+        self,
+        raw: object,
+        target: int,
+        recipe: Recipe | None = None,
+        generator: torch.Generator | None = None,
+        size: int | None = None,
+    ) -> dict[str, Tensor]:
+        """One sample with its class, for `collate` and `loss`.
+
+        Args:
+            raw: What `vision.images.decode` takes.
+            target: The class.
+            recipe: Says how to augment; None prepares the image as for an answer.
+            generator: Of the augmentation.
+            size: Pixels of both sides, in place of the card's crop.
+        """
+        image = decode(raw)
+        sample = augmented(image, self.preprocessing, self.in_channels, recipe, generator, size)
+        return {"image": sample, "target": torch.tensor(target)}
+
+    def decoded(self, raw: object) -> Pixels:
+        """The pixels, which are a raw input too: what is worth keeping in a cache."""
+        return decode(raw)
+
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Samples of one size as a batch."""
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, Tensor], label_smoothing: float = 0.0
+    ) -> tuple[Tensor, int]:
         """Cross-entropy in nats, summed over the images, and their number.
 
         Args:
             model: Gives logits for ``batch["image"]``.
-            batch: Also holds ``target``, the int64 class of every image.
+            batch: Also holds ``target``: the int64 class of every image, or the float share of
+                every class, shape (batch, classes), as `zoo.training.mixing.mix` gives it.
+            label_smoothing: Share of each target that all classes have alike, in [0, 1].
         """
-        logits, target = model(batch["image"]), batch["target"]
-        return F.cross_entropy(logits.float(), target, reduction="sum"), target.numel()
+        logits, target = model(batch["image"]).float(), batch["target"]
+        total = F.cross_entropy(logits, target, reduction="sum", label_smoothing=label_smoothing)
+        return total, len(target)
 
     def decode(
         self, logits: Float[Tensor, "batch classes"], *, top_k: int = 5

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zoo.cards import list_models as list_models
     from zoo.cards import list_weights as list_weights
     from zoo.export import export as export
+    from zoo.finetuning import finetune as finetune
     from zoo.pipeline import pipeline as pipeline
     from zoo.pipeline import preprocess as preprocess
     from zoo.registry import load as load
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _API = {
     "card": "zoo.cards",
     "export": "zoo.export",
+    "finetune": "zoo.finetuning",
     "list_models": "zoo.cards",
     "list_weights": "zoo.cards",
     "load": "zoo.registry",

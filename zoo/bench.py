@@ -37,6 +37,7 @@ class Promise:
     faster: float | None = None  # at least so many times faster than the peer
     seconds: float | None = None  # at most
     peak_factor: float | None = None  # peak memory at most the job's number times this plus 15 MiB
+    peak_share: float | None = None  # peak memory at most the peer's times this
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Outcome:
     peer: float | None
     peak: float  # MiB above what the process had before the job
     number: float | None  # that the job returned: MiB of tensors
+    peer_peak: float | None = None  # MiB
 
     @property
     def ratio(self) -> float | None:
@@ -63,6 +65,7 @@ class Outcome:
             (p.faster is None or (self.ratio or 0) >= p.faster)
             and (p.seconds is None or self.ours <= p.seconds)
             and (room is None or self.peak <= room)
+            and (p.peak_share is None or self.peak <= p.peak_share * (self.peer_peak or 0))
         )
 
     def __str__(self) -> str:
@@ -72,7 +75,9 @@ class Outcome:
             f"{1e3 * self.ours:.1f} ms",
             "" if self.peer is None else f"{1e3 * self.peer:.1f} ms",
             "" if self.ratio is None else f"{self.ratio:.1f}x",
-            f"{self.peak:.0f} MiB" + (f" for {self.number:.0f}" if self.number else ""),
+            f"{self.peak:.0f} MiB"
+            + (f" for {self.number:.0f}" if self.number else "")
+            + (f", peer {self.peer_peak:.0f}" if self.promise.peak_share else ""),
             self.promise.text,
             "yes" if self.kept else "NO",
         )
@@ -105,6 +110,26 @@ PROMISES = (
     Promise(
         "new process to the logits of ResNet-50", "cold", "torchvision cold",
         "faster than torchvision", faster=1,
+    ),
+    Promise(
+        "train ResNet-18 at 32 px", "train cifar10", "bare cifar10",
+        "at least 0.97x of a bare loop", faster=0.97,
+    ),
+    Promise(
+        "train ResNet-18 by Lightning", "train cifar10", "lightning cifar10",
+        "faster than Lightning, with no more memory", faster=1, peak_share=1,
+    ),
+    Promise(
+        "train MiniLM by transformers", "train sst2", "transformers sst2",
+        "faster than transformers.Trainer, with no more memory", faster=1, peak_share=1,
+    ),
+    Promise(
+        "bf16 and checkpointing, ResNet-50 at 224 px", "lean resnet50", "train resnet50",
+        "1.4x of float32 in 40 % of its memory", faster=1.4, peak_share=0.4,
+    ),
+    Promise(
+        "bf16 and checkpointing, BERT-base", "lean encoder", "train encoder",
+        "1.4x of float32 in 40 % of its memory", faster=1.4, peak_share=0.4,
     ),
 )  # fmt: skip
 
@@ -177,14 +202,28 @@ def _torchvision_cold(folder: Path) -> Job:
 
 
 def _transformers_minilm(folder: Path) -> Job:
-    from zoo import cards, weights
+    from zoo import cards, plugins
 
     transformers = require("transformers", "bench")
     require("transformers.models.bert.modeling_bert", "bench")
     source = cards.card(MINILM).weights["sbert"].sources[0]
-    package = weights.package_folder(source)
+    package = plugins.package_folder(source.path or "")
     return lambda: transformers.AutoModel.from_pretrained(package) and None
 
+
+def _training(kind: str, name: str, **changes: Any) -> Callable[[Path], Job]:
+    """A side of `zoo.bench_training`, imported in the process that runs it."""
+
+    def side(folder: Path) -> Job:
+        from zoo import bench_training
+
+        job: Job = getattr(bench_training, kind)(name, **changes)(folder)
+        return job
+
+    return side
+
+
+LEAN = {"precision": "bfloat16", "gradient_checkpointing": True}
 
 SIDES: dict[str, Callable[[Path], Job]] = {
     "list": _list,
@@ -197,6 +236,14 @@ SIDES: dict[str, Callable[[Path], Job]] = {
     "torchvision fp16": _torchvision("fp16"),
     "torchvision cold": _torchvision_cold,
     "transformers minilm": _transformers_minilm,
+    **{
+        f"train {name}": _training("ours", name)
+        for name in ("cifar10", "sst2", "resnet50", "encoder")
+    },
+    **{f"lean {name}": _training("ours", name, **LEAN) for name in ("resnet50", "encoder")},
+    "bare cifar10": _training("bare", "cifar10"),
+    "lightning cifar10": _training("lightning", "cifar10"),
+    "transformers sst2": _training("transformers", "sst2"),
 }
 
 
@@ -229,6 +276,7 @@ def compare(folder: Path, *, only: str = "", rounds: int = 9) -> Iterator[Outcom
             statistics.median(one["seconds"] for one in theirs[1:]) if theirs else None,
             statistics.median(one["peak"] for one in ours[1:]),
             ours[0]["number"],
+            statistics.median(one["peak"] for one in theirs[1:]) if theirs else None,
         )
 
 

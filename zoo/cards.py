@@ -5,19 +5,20 @@ Reading a card imports neither torch nor any domain, and nothing in a card is ex
 
 from __future__ import annotations
 
-import os
 import re
+import stat
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from zoo import plugins
 from zoo.config import build
 from zoo.errors import CardError, UnknownModelError, nearest, shown
 
@@ -26,6 +27,8 @@ CARDS = Path(__file__).resolve().parent.parent / "weights"
 FILE_NAME = re.compile(
     r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|\Z))[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}(?<!\.)"
 )
+MAX_BYTES = 1 << 20  # of a card
+LABELS_HASH = re.compile(r"\.([0-9a-f]{12})\Z")  # ends the name of a file that zoo.save wrote
 NAME = re.compile(r"([a-z0-9][a-z0-9_-]*/)?[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9][a-z0-9_-]{0,31})?")
 
 
@@ -137,6 +140,8 @@ class Card:
     name: str = field(default="", metadata={"internal": True})
     folder: Path = field(default=CARDS, metadata={"internal": True})
     tag: str | None = field(default=None, metadata={"internal": True})
+    # Labels by the name of their file, where they were read together with the card.
+    held: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata={"internal": True})
 
     @property
     def domain(self) -> str:
@@ -162,7 +167,9 @@ class Card:
     def labels(self) -> tuple[str, ...] | None:
         """Names of the classes in the data set's own order, or None where there are none."""
         name = self.weights[self.tag].labels if self.tag else None
-        return read_labels(self.folder / "labels" / f"{name}.txt") if name else None
+        if not name:
+            return None
+        return self.held.get(name) or read_labels(self.folder / "labels" / f"{name}.txt")
 
     def with_tag(self, tag: str | None) -> Card:
         """This card narrowed to one set of weights, with its overrides; None keeps none."""
@@ -261,24 +268,54 @@ def read_card(path: Path, *, name: str | None = None) -> Card:
         CardError: The file cannot be read, is not TOML, or breaks the format.
     """
     try:
-        changed = path.stat().st_mtime_ns
+        content = _content(path)
     except OSError as error:
-        raise CardError(f"cannot read the card {shown(str(path))}: {error.strerror}") from error
-    return _parsed(path, changed, name or path.stem)
+        reason = error.strerror or error
+        raise CardError(f"cannot read the card {shown(str(path))}: {reason}") from error
+    return _parsed(path, content, name or path.stem)
 
 
-@cache
-def _parsed(path: Path, changed: int, name: str) -> Card:
+def _content(path: Path) -> bytes:
+    """The bytes of a small file; a pipe would be waited for, and a device has no end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("not a regular file")
+    if found.st_size > MAX_BYTES:
+        raise OSError(f"{found.st_size:,} bytes are too many")
+    return path.read_bytes()
+
+
+@lru_cache(256)
+def _parsed(path: Path, content: bytes, name: str) -> Card:
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise CardError(f"card {shown(path.name)} is not valid TOML: {error}", str(path)) from error
-    try:
-        found = build(Card, table, where=f"card {name}", error=CardError)
+        return replace(parse_card(content, name), folder=path.parent)
     except CardError as error:
         raise CardError(error.line, *error.details, str(path)) from error
+
+
+def parse_card(content: bytes, name: str) -> Card:
+    """The card that a TOML text is, checked; it belongs to no folder yet.
+
+    Raises:
+        CardError: It is not TOML, or breaks the format.
+    """
+    try:
+        table = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise CardError(f"card {shown(f'{name}.toml')} is not valid TOML: {error}") from error
+    if (number := _beyond_64_bits(table)) is not None:
+        raise CardError(f"card {name} holds a number of {number.bit_length()} bits; TOML's have 64")
+    found = replace(build(Card, table, where=f"card {name}", error=CardError), name=name)
     _validate(found, name)
-    return replace(found, name=name, folder=path.parent)
+    return found
+
+
+def _beyond_64_bits(value: Any) -> int | None:
+    """The first whole number in a table that neither TOML nor torch holds."""
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return next((n for n in map(_beyond_64_bits, items) if n is not None), None)
+    return value if isinstance(value, int) and not -(2**63) <= value < 2**63 else None
 
 
 def _validate(found: Card, name: str) -> None:
@@ -296,6 +333,10 @@ def _validate(found: Card, name: str) -> None:
         # Importing some of these opens a browser or runs what the command line says.
         if re.split(r"[.:]", target)[0] in sys.stdlib_module_names or "__" in target:
             refuse(f"{key} is {shown(target)}, which is no model family's module")
+    for key, spec in (*found.inputs.items(), *found.outputs.items()):
+        sizes = [axis for axis in (*spec.shape, *spec.example.values()) if isinstance(axis, int)]
+        if not spec.shape or any(size < 1 for size in sizes):
+            refuse(f"{key} has the shape {shown(list(spec.shape))}; give its axes, sizes from 1")
     if sum(weights.default for weights in found.weights.values()) > 1:
         refuse("more than one set of weights is the default")
     for tag, weights in found.weights.items():
@@ -352,13 +393,29 @@ def _symbols(found: Card) -> Iterator[tuple[str, str]]:
 
 
 def read_labels(path: Path) -> tuple[str, ...]:
-    """Class names, one a line, in the order of their indices."""
+    """Class names, one a line, in the order of their indices.
+
+    Raises:
+        CardError: The file cannot be read, or is not the one whose hash is part of its name.
+    """
     try:
-        return tuple(path.read_text("utf-8").rstrip("\n").split("\n"))
-    except OSError as error:
+        content = _content(path)
+        text = content.decode().replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CardError(
-            f"cannot read the labels {shown(path.name)}: {error.strerror}", str(path)
+            f"cannot read the labels {shown(path.name)}: {reason}", str(path)
         ) from error
+    if pinned := LABELS_HASH.search(path.stem):
+        import hashlib
+
+        if not hashlib.sha256(content).hexdigest().startswith(pinned[1]):
+            raise CardError(
+                f"the labels {shown(path.name)} were changed since the model was saved; give "
+                "others by zoo.save(model, folder, labels=…)",
+                str(path),
+            )
+    return tuple(text.rstrip("\n").split("\n"))
 
 
 def _natural(name: str) -> list[tuple[int, str | int]]:
@@ -369,50 +426,29 @@ def _natural(name: str) -> list[tuple[int, str | int]]:
 def _index() -> dict[str, Path]:
     """Every card by name: the zoo's own, then those of plug-ins as ``theirs/name``."""
     found = {path.stem: path for path in CARDS.glob("*.toml") if NAME.fullmatch(path.stem)}
-    for plugin, folder in _plugins():
-        found.update({f"{plugin}/{path.stem}": path for path in folder.glob("*.toml")})
+    for plugin, folder in plugins.card_folders():
+        for path in sorted(folder.glob("*.toml")):
+            if NAME.fullmatch(path.stem) and "." not in path.stem:
+                found[f"{plugin}/{path.stem}"] = path
+            else:
+                text = f"{plugin}: {shown(path.stem)} cannot be a model's name; left out"
+                warnings.warn(text, stacklevel=2)
     return found
 
 
-def _plugins() -> Iterator[tuple[str, Path]]:
-    """Folders of cards that other distributions announce in the entry-point group ``zoo.cards``.
+def unknown_packages(saved: Card) -> set[str]:
+    """Packages that a card takes its code from and that no installed card or plug-in names.
 
-    Only their metadata is read and no plug-in is imported; one that cannot be found is one warning.
+    A saved card is data that may come from anywhere: it must not choose what is imported.
     """
-    if not any(_announces(entry) for entry in _metadata_files()):
-        return  # the usual case, and importlib.metadata would cost half of the listing's time
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group="zoo.cards"):
-        try:
-            spec = find_spec(point.value)
-            folders = list(spec.submodule_search_locations or []) if spec else []
-        except Exception as error:  # a plug-in may be broken in any way; it must not break the zoo
-            folders, reason = [], f"{type(error).__name__}: {error}"
-        else:
-            reason = f"{point.value!r} is not a package"
-        if not folders or not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", point.name):
-            warnings.warn(f"the zoo plug-in {point.name!r} is ignored: {reason}", stacklevel=2)
-            continue
-        yield point.name, Path(folders[0])
+    unknown, known = _packages(saved), _index()
+    for name in sorted(known, key=lambda n: n.rpartition("/")[2] != saved.name):  # its family first
+        if not unknown:
+            break
+        with suppress(CardError):
+            unknown -= _packages(read_card(known[name], name=name))
+    return unknown
 
 
-def _metadata_files() -> Iterator[str]:
-    for folder in dict.fromkeys(sys.path):
-        try:
-            entries = os.listdir(folder or ".")
-        except OSError:
-            continue
-        yield from (
-            os.path.join(folder, entry, "entry_points.txt")
-            for entry in entries
-            if entry.endswith((".dist-info", ".egg-info"))
-        )
-
-
-def _announces(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return b"[zoo.cards]" in file.read()
-    except OSError:
-        return False
+def _packages(found: Card) -> set[str]:
+    return {re.split(r"[.:]", target)[0] for _, target in _symbols(found)}

@@ -69,7 +69,8 @@ def download(wanted: Wanted, partial: cache.Partial, meter: Meter) -> None:
         except _BrokenOffError as error:
             if pause is None:
                 raise SourceError(f"{error} ({len(PAUSES_S) + 1} tries)") from None
-            meter.say(f"{error}; trying again")
+            if partial.size:  # of what never began, the error in the end says enough
+                meter.say(f"{error}; trying again")
             time.sleep(pause * random.uniform(0.8, 1.2))
 
 

@@ -57,6 +57,10 @@ class CardError(ZooError, ValueError):
     """A card that breaks the format of ``weights/README.md``."""
 
 
+class CheckpointError(ZooError, RuntimeError):
+    """A checkpoint that is damaged, incomplete or not there, or that cannot be written."""
+
+
 class ConfigError(ZooError, ValueError):
     """An argument or a configuration value that the model or the task does not take."""
 

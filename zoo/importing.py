@@ -187,7 +187,7 @@ def _labels(model: nn.Module, foreign: Foreign) -> Sequence[str] | None:
         names = [table[str(i)] for i in range(classes)]
         if names == [f"LABEL_{i}" for i in range(classes)]:  # what stands there for "none"
             return None
-        if all(isinstance(name, str) and name.isprintable() and name for name in names):
+        if all(isinstance(name, str) and saving.is_label(name) for name in names):
             return names
     return card.labels if card.labels and len(card.labels) == classes else None
 

@@ -155,7 +155,7 @@ def make_plan(
 ) -> Plan:
     """Decide the origin of every tensor from the header alone; arguments as in `load_into`."""
     expected = skeleton.state_dict(keep_vars=True)
-    tied = _tied(expected)
+    first = tied(expected)
     prefix, own_names, dropped = _match(skeleton, stored, expected)
 
     sources: dict[str, str] = {}
@@ -164,18 +164,14 @@ def make_plan(
     for source, own in own_names.items():
         if own not in expected:
             unexpected.append(source)
-        elif (canonical := tied[own]) in sources:
-            if own_names[sources[canonical]] == own:
-                raise WeightsError(
-                    f"{name}: {source!r} and {sources[canonical]!r} both are {own!r}"
-                )
+        elif (canonical := first[own]) in sources:
             duplicates[source] = sources[canonical]
         else:
             sources[canonical] = source
 
     info = {own: stored[source] for own, source in sources.items()}
     adapted = _adapted(skeleton, info, expected, stored_channels)
-    missing = [own for own in expected if tied[own] == own and own not in sources]
+    missing = [own for own in expected if first[own] == own and own not in sources]
     absent = tuple(own for own in missing if own.endswith(COUNTER))
     missing = [own for own in missing if own not in absent]
     wrong = [
@@ -183,7 +179,7 @@ def make_plan(
     ]
     fresh: tuple[str, ...] = ()
     for part in head if new_head else ():  # a head is fresh as a whole, and each on its own
-        part_of = [own for own in expected if tied[own] == own and under(own, (part,))]
+        part_of = [own for own in expected if first[own] == own and under(own, (part,))]
         fits = [own for own in part_of if own in info and own not in wrong]
         output = part_of[-1].rpartition(".")[0] if part_of else ""
         if any(own.rpartition(".")[0] == output for own in fits):
@@ -259,7 +255,7 @@ def _looked_up(skeleton: nn.Module, plan: Plan) -> set[str]:
     return found
 
 
-def _tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
+def tied(expected: Mapping[str, Tensor]) -> dict[str, str]:
     """Canonical (first) name of each tensor; two names of one parameter share it."""
     first: dict[int, str] = {}
     return {own: first.setdefault(id(tensor), own) for own, tensor in expected.items()}
@@ -344,7 +340,7 @@ def _misfit(
 
 def _same(duplicates: Mapping[str, str], held: Mapping[str, Tensor], name: str) -> None:
     for copy, used in duplicates.items():
-        if not torch.equal(held[copy], held[used]):
+        if held[copy].dtype != held[used].dtype or not torch.equal(held[copy], held[used]):
             raise WeightsError(
                 f"{name}: {copy!r} and {used!r} are one tensor in the model and differ"
             )

@@ -120,7 +120,10 @@ def pipeline(
         target = registry.located(target)
         if isinstance(target, str):
             options.setdefault("pretrained", True)
-        return Pipeline(registry.load(target, **options), batch_size=batch_size)
+        name = target
+        return registry.steadily(
+            name, lambda: Pipeline(registry.load(name, **options), batch_size=batch_size)
+        )
     if options:
         raise ConfigError(
             f"{shown(next(iter(options)))} belongs to zoo.load; this model is loaded already"
@@ -136,10 +139,8 @@ def preprocess(target: str | Path | nn.Module) -> Callable[..., Any]:
     """
     if isinstance(target, str | Path):
         target = registry.located(target)
-        card, _ = registry.resolve(target, True if isinstance(target, str) else None)
-        from zoo.weights import find_file
-
-        task = registry.symbol(card.task, card)(card, lambda file: find_file(card, file))
+        name, trained = target, True if isinstance(target, str) else None
+        task = registry.steadily(name, lambda: registry.task_of(registry.resolve(name, trained)[0]))
     else:
         task = registry.make_task(target)
 

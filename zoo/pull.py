@@ -19,7 +19,15 @@ from zoo.cards import Card, File, Source
 from zoo.download import SourceError, Wanted, download
 from zoo.errors import UnknownModelError, WeightsError, WeightsUnavailableError
 from zoo.progress import Meter
-from zoo.weights import Stored, Verify, convert_into_cache, locate, open_weights, weights_of
+from zoo.weights import (
+    Stored,
+    Verify,
+    convert_into_cache,
+    locate,
+    missed,
+    open_weights,
+    weights_of,
+)
 
 HEADROOM = 64 << 20  # bytes that an upstream file may have beyond those of its parameters
 
@@ -58,7 +66,7 @@ def open_or_pull(card: Card, *, verify: Verify = "auto") -> Stored:
         stored = open_weights(card, verify=verify)
     except WeightsError as error:
         if not may_fetch:
-            raise _not_fetched(card, error) from None
+            raise _not_fetched(card, weights_of(card).files[0], error) from None
         notes += [] if isinstance(error, WeightsUnavailableError) else [error.line]
         notes += pull_card(card, verify=verify)[1]
         stored = open_weights(card)
@@ -117,7 +125,7 @@ def _downloads(card: Card) -> list[Source]:
     return [source for source in weights_of(card).sources if source.kind != "package"]
 
 
-def _not_fetched(card: Card, error: WeightsError) -> WeightsError:
+def _not_fetched(card: Card, missing: File, error: WeightsError) -> WeightsError:
     """The error where nothing may be fetched: what to put where instead."""
     sources = _downloads(card)
     if not sources:
@@ -131,8 +139,8 @@ def _not_fetched(card: Card, error: WeightsError) -> WeightsError:
     if not isinstance(error, WeightsUnavailableError):
         return WeightsError(error.line, *details)
     return WeightsUnavailableError(
-        f"the weights {card.full_name} are not installed, and ZOO_OFFLINE keeps zoo pull from the "
-        f"network; put {_by_hand(listed[0])} into a folder named in ZOO_WEIGHTS",
+        f"{missed(card, missing)}, and ZOO_OFFLINE keeps zoo pull from the network; put "
+        f"{_by_hand(missing)} into a folder named in ZOO_WEIGHTS",
         *details,
     )
 
@@ -155,7 +163,7 @@ def fetch(
         try:
             return locate(card, file, verify=verify)[0], []
         except WeightsError as error:
-            raise _not_fetched(card, error) from None
+            raise _not_fetched(card, file, error) from None
     key, before, failures = cache.key(card, file), _state(card, file), list[str]()
     meter = Meter(file.name, wanted=progress)
     with cache.locked(key, until=lambda: _state(card, file) != before, say=meter.say):
@@ -168,7 +176,8 @@ def fetch(
                     return _from_source(card, file, source, partial, meter), failures
                 except SourceError as error:
                     failures.append(f"{source.text}: {error}")
-                    log.warning("%s from %s", file.name, failures[-1])
+                    if source is not sources[-1]:  # else the error below says it
+                        log.warning("%s from %s", file.name, failures[-1])
             partial.keep()
     raise WeightsUnavailableError(
         f"{card.full_name}: cannot fetch {file.name} from {failures[0]}", *failures[1:]

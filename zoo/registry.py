@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from zoo import cards
 from zoo.cards import Card, TensorSpec
@@ -17,7 +18,9 @@ from zoo.errors import (
     CardError,
     ConfigError,
     UnknownModelError,
+    WeightsError,
     WeightsUnavailableError,
+    ZooError,
     nearest,
     shown,
 )
@@ -28,6 +31,9 @@ from zoo.weights import Verify, find_file, installed, open_path, open_weights
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+T = TypeVar("T")
+REREADS = 8  # of a saved model that another process replaces again and again
 
 
 def load(
@@ -64,10 +70,22 @@ def load(
             cannot be fetched; nothing else is loaded in their place.
         WeightsError: A file is damaged or does not fit.
     """
-    from zoo.loading import LoadReport, load_into, skeleton_of
-
     if verify not in ("auto", "always"):
         raise ConfigError(f"verify is {shown(verify)}; it takes 'auto' or 'always'")
+    return steadily(name, lambda: _load(name, pretrained, task, device, dtype, verify, config))
+
+
+def _load(
+    name: str | Path,
+    pretrained: bool | str | Path | None,
+    task: str | None,
+    device: str | torch.device,
+    dtype: str | torch.dtype | None,
+    verify: Verify,
+    config: dict[str, Any],
+) -> nn.Module:
+    from zoo.loading import LoadReport, load_into, skeleton_of
+
     wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     card, path = resolve(name, pretrained)
     trained = path is not None or (card.tag is not None and pretrained is not False)
@@ -81,13 +99,13 @@ def load(
     changes = {k: v for k, v in config.items() if getattr(stored_config, k, None) != v}
     final: Any = build(base, {**card.config, **config}, where=card.name)
 
-    if "num_classes" in changes and not _has_head(cls, final, card):
+    if "num_classes" in changes and not _has_head(cls, final, card, changes):
         raise ConfigError(
             f"{card.full_name} has no classes as it is; give task= too, one of "
             f"{', '.join(tasks_beside(card))}"
         )
     if not trained:
-        model: Any = cls(final)
+        model: Any = _built(cls, final, card, changes)
         report = LoadReport(card.name, "random", tensors=dict.fromkeys(model.state_dict(), "fresh"))
         report = replace(report, fresh=tuple(report.tensors))
         if wanted_dtype is not None:
@@ -97,7 +115,7 @@ def load(
         by_tag = isinstance(name, str) and ("." in name or isinstance(pretrained, str))
         open_card = open_or_pull if by_tag else open_weights
         with skeleton_of():
-            model = cls(final)
+            model = _built(cls, final, card, changes)
         channels = stored_config.in_channels if "in_channels" in changes else None
         with open_path(path) if path else open_card(card, verify=verify) as stored:
             report = load_into(
@@ -166,16 +184,50 @@ def located(name: str | Path) -> str | Path:
 
 
 def saved_card(folder: Path) -> Card:
-    """The card in a folder that `zoo.save` wrote, narrowed to its weights.
+    """The card in a folder that `zoo.save` wrote, narrowed to its weights, with its labels.
 
     Raises:
         UnknownModelError: It is no such folder.
-        CardError: The card is damaged, or keys are trusted and its signature does not hold.
+        CardError: The card is damaged or names code that is not installed as a domain or a plug-in;
+            or keys are trusted and its signature does not hold.
     """
     path = card_file(folder)
     signed_by(path)
     card = cards.read_card(path)
-    return card.with_tag(next(iter(card.weights), None))
+    if unknown := sorted(cards.unknown_packages(card)):
+        raise CardError(
+            f"card {card.name} takes its code from {unknown[0]!r}, which is neither a domain of "
+            "the zoo nor a plug-in (entry-point group zoo.cards)"
+        )
+    card = card.with_tag(next(iter(card.weights), None))
+    labels = card.weights[card.tag].labels if card.tag else None
+    return replace(card, held={labels: found}) if labels and (found := card.labels) else card
+
+
+def steadily(name: str | Path, read: Callable[[], T]) -> T:
+    """What `read` gives of a model; asked again where a saved one was replaced meanwhile.
+
+    The files of a saved model go with the card that names them, so that whoever read the old card
+    and not yet its files finds them missing.
+    """
+    place = located(name)
+    if not isinstance(place, Path):
+        return read()
+    for _ in range(REREADS):
+        before = _card_text(place)
+        try:
+            return read()
+        except (CardError, WeightsError):
+            if _card_text(place) == before:
+                raise
+    return read()
+
+
+def _card_text(folder: Path) -> bytes | None:
+    try:
+        return card_file(folder).read_bytes()
+    except (OSError, UnknownModelError):
+        return None
 
 
 def card_file(folder: Path) -> Path:
@@ -213,25 +265,63 @@ def symbol(target: str, card: Card) -> Any:
     if not hasattr(module, attribute):
         close = nearest(attribute, vars(module))
         raise CardError(
-            f"card {card.name} names {target!r}, but {module.__file__} has no {attribute!r};{close}"
+            f"card {card.name} names {target!r}, but {module.__file__} has no {attribute!r}"
+            + (close and f";{close}")
         )
     return getattr(module, attribute)
 
 
 def config_class(cls: type, card: Card) -> type:
     """Dataclass that a family's constructor takes: the annotation of its parameter `config`."""
-    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+    hints = get_type_hints(cls.__init__) if isinstance(cls, type) else {}  # type: ignore[misc]
     if "config" not in hints:
-        raise CardError(f"card {card.name}: {cls.__name__}.__init__ takes no annotated 'config'")
+        raise CardError(
+            f"card {card.name}: {shown(card.model)} is no class whose __init__ takes a 'config'"
+        )
     found: type = hints["config"]
     return found
 
 
+def _built(cls: Any, config: Any, card: Card, changes: Mapping[str, Any]) -> Any:
+    """A model of this configuration, or why there is none: sizes beyond all memory, for example."""
+    try:
+        return cls(config)
+    except ZooError:
+        raise
+    except Exception as error:  # whatever a constructor makes of a value that has the right type
+        reason = f"{type(error).__name__}: {error}"
+        raise (ConfigError if changes else CardError)(
+            f"{card.full_name}: no {cls.__name__} of this configuration can be built: {reason}"
+        ) from error
+
+
 def make_task(model: nn.Module) -> Any:
     """The task of a loaded model, with the preprocessing, labels and files of its weights."""
-    card = card_of(model)
-    task = symbol(card.task, card)
-    return task(card, lambda file: find_file(card, file))
+    return task_of(card_of(model))
+
+
+def task_of(card: Card) -> Any:
+    """The task of a card that is narrowed to its weights.
+
+    Raises:
+        CardError: The card names something else, or values that its task does not take.
+    """
+    cls = task_class(card)
+    try:
+        return cls(card, lambda file: find_file(card, file))
+    except ZooError:
+        raise
+    except Exception as error:  # as in `_built`
+        reason = f"{type(error).__name__}: {error}"
+        raise CardError(f"card {card.name}: its task cannot be made: {reason}") from error
+
+
+def task_class(card: Card) -> Any:
+    """The class that a card names as its task."""
+    cls = symbol(card.task, card)
+    if not isinstance(getattr(cls, "name", None), str) or not hasattr(cls, "collate"):
+        raise CardError(f"card {card.name}: {shown(card.task)} is no task: a class with a name")
+    return cls
 
 
 def card_of(model: nn.Module) -> Card:
@@ -244,16 +334,33 @@ def card_of(model: nn.Module) -> Card:
     return found
 
 
+_modes_lock = threading.Lock()
+_modes: dict[nn.Module, tuple[int, dict[nn.Module, bool]]] = {}  # callers, and the modes before
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every submodule gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    """Eval mode for a while; every submodule gets its own mode back.
+
+    Threads may evaluate one model at once: the first puts it into eval mode, the last gives the
+    modes back.
+    """
+    with _modes_lock:
+        count, modes = _modes.get(model, (0, {}))
+        if not count:
+            modes = {module: module.training for module in model.modules()}
+            model.eval()
+        _modes[model] = count + 1, modes
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        with _modes_lock:
+            count, modes = _modes.pop(model)
+            if count > 1:
+                _modes[model] = count - 1, modes
+            else:
+                for module, mode in modes.items():
+                    module.training = mode
 
 
 def installed_tags(card: Card) -> list[str]:
@@ -263,15 +370,11 @@ def installed_tags(card: Card) -> list[str]:
 
 def _task_field(card: Card, base: type, task: str) -> dict[str, Any]:
     """The configuration that makes a family do another task."""
-    if symbol(card.task, card).name == task and "task" not in field_types(base):
+    if task_class(card).name == task and "task" not in field_types(base):
         return {}
     names = tasks_beside(card)
     if task not in names or "task" not in field_types(base):
-        able = (
-            ", ".join(sorted(names))
-            if "task" in field_types(base)
-            else symbol(card.task, card).name
-        )
+        able = ", ".join(sorted(names)) if "task" in field_types(base) else task_class(card).name
         raise ConfigError(
             f"{card.name} does not do {shown(task)};{nearest(task, names)} it does {able}"
         )
@@ -332,12 +435,12 @@ def _with_channels(spec: TensorSpec, final: Any) -> TensorSpec:
     return replace(spec, shape=(spec.shape[0], final.in_channels, *spec.shape[2:]))
 
 
-def _has_head(cls: Any, final: Any, card: Card) -> bool:
+def _has_head(cls: Any, final: Any, card: Card, changes: Mapping[str, Any]) -> bool:
     """True if this configuration builds a layer under one of the card's head prefixes."""
     from zoo.loading import skeleton_of, under
 
     with skeleton_of():
-        names = cls(final).state_dict()
+        names = _built(cls, final, card, changes).state_dict()
     return any(under(name, card.head) for name in names)
 
 

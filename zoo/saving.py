@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo import __version__, files, registry, tensorfile
-from zoo.cards import Card, Check, File, Weights
+from zoo.cards import Card, Check, File, Weights, parse_card
 from zoo.config import build, plain
-from zoo.errors import ConfigError, shown
-from zoo.loading import skeleton_of
+from zoo.errors import CardError, ConfigError, shown
+from zoo.loading import skeleton_of, tied
 from zoo.signing import signature_path
 from zoo.weights import find_file
 
@@ -99,57 +100,104 @@ def write_folder(
     if (folder / "labels").is_symlink():
         raise ConfigError(f"{shown(str(folder / 'labels'))} is a link; nothing is written there")
     names = _labels(card, labels)
-    _check_config(model, card)
+    _check_model(model, card)
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder):
         state, preprocessing = state_of(model), dict(card.preprocessing)
-        digest = hashlib.sha256()
+        digest, size = hashlib.sha256(), 0
         for piece in tensorfile.encoded(state, origin, name=stem):
             digest.update(piece)
-        main = folder / f"{stem}.{digest.hexdigest()[:12]}.safetensors"
-        tensorfile.write(main, state, origin)
-        written = [_described(main)]
+            size += memoryview(piece).nbytes
+        main = File(
+            name=f"{stem}.{digest.hexdigest()[:12]}.safetensors",
+            size=size,
+            sha256=digest.hexdigest(),
+        )
+        contents: dict[str, bytes] = {}  # of the small files, by their names
+        listed = []
         for name, source in auxiliary.items():
-            suffix = "".join(Path(name).suffixes[-2:])
-            copy = _write_hashed(folder, stem, source.read_bytes(), suffix)
-            written.append(_described(copy))
+            content = source.read_bytes()
+            copy = _named(stem, content, "".join(Path(name).suffixes[-2:]))
+            contents[copy.name] = content
+            listed.append(copy)
             preprocessing = {k: copy.name if v == name else v for k, v in preprocessing.items()}
-        listed = None
         if names:
-            (folder / "labels").mkdir(exist_ok=True)
             text = "\n".join((*names, "")).encode()
-            listed = _write_hashed(folder / "labels", stem, text, ".txt").stem
+            contents[f"labels/{(label_file := _named(stem, text, '.txt').name)}"] = text
         weights = Weights(
-            files=tuple(written),
+            files=(main, *listed),
             licence=licence,
             origin=dict(origin),
             default=True,
-            labels=listed,
+            labels=label_file.removesuffix(".txt") if names else None,
             preprocessing=preprocessing,
         )
         count = sum(p.numel() for p in model.parameters())
-        saved = replace(card, parameters=count, weights={tag: weights}, check=Check())
+        saved = replace(card, name=stem, parameters=count, weights={tag: weights}, check=Check())
+        written = _read_back(saved)
+
+        pieces = tensorfile.encoded(state, origin, name=main.name)
+        files.write_atomically(folder / main.name, _unchanged(pieces, main, card))
+        if names:
+            (folder / "labels").mkdir(exist_ok=True)
+        for name, content in contents.items():
+            files.write_atomically(folder / name, content)
         path = folder / f"{stem}.toml"
         signature_path(path).unlink(missing_ok=True)  # of what is replaced now
-        files.write_atomically(path, card_text(saved).encode())
+        files.write_atomically(path, written)
         _remove_others(folder, stem, weights)
     return folder
 
 
-def _write_hashed(folder: Path, stem: str, content: bytes, suffix: str) -> Path:
-    """Write a file under a name that no other content has."""
-    path = folder / f"{stem}.{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
-    files.write_atomically(path, content)
-    return path
+def _named(stem: str, content: bytes, suffix: str) -> File:
+    """A file under a name that no other content has."""
+    digest = hashlib.sha256(content).hexdigest()
+    return File(name=f"{stem}.{digest[:12]}{suffix}", size=len(content), sha256=digest)
+
+
+def _unchanged(
+    pieces: Iterator[bytes | memoryview], file: File, card: Card
+) -> Iterator[bytes | memoryview]:
+    """The pieces of a file, and an error in the end if they are not those that were hashed."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+    if digest.hexdigest() != file.sha256:
+        raise ConfigError(f"{card.full_name} changed while it was saved; save it again")
+
+
+def _read_back(card: Card) -> bytes:
+    """The card's text, which gives this very card when it is read.
+
+    Raises:
+        ConfigError: It does not, whatever the reason.
+    """
+    try:
+        text = card_text(card).encode()
+        found = parse_card(text, card.name)
+    except (TypeError, ValueError) as error:  # no TOML, or no card: CardError is a ValueError
+        reason = error.line if isinstance(error, CardError) else str(error)
+        raise ConfigError(f"this cannot be saved: {reason}") from error
+    one, other = plain(found), plain(card)
+    if changed := [key for key in one | other if one.get(key) != other.get(key)]:
+        raise ConfigError(f"this cannot be saved: {', '.join(changed)} of its card would change")
+    return text
 
 
 def _remove_others(folder: Path, stem: str, weights: Weights) -> None:
-    """Remove what earlier saves left: files of this model that its card does not name."""
+    """Remove what earlier saves left: files of this model that its card does not name.
+
+    Only names and suffixes that `save` writes; a file that the user put beside them stays.
+    """
     kept = {file.name for file in weights.files} | {f"{weights.labels}.txt"}
-    ours = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}\.[a-z.]+")
-    for path in (*folder.iterdir(), *(folder / "labels").glob("*")):
-        if path.name not in kept and ours.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    suffixes = {".safetensors"} | {file.name[len(stem) + 13 :] for file in weights.files}
+    hashed = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{12}}(\..+)")
+    for place, ours in ((folder, suffixes), (folder / "labels", {".txt"})):
+        for path in place.glob(f"{stem}.*"):
+            found = hashed.fullmatch(path.name)
+            if found and found[1] in ours and path.name not in kept:
+                path.unlink(missing_ok=True)
 
 
 def card_text(card: Card) -> str:
@@ -160,21 +208,38 @@ def card_text(card: Card) -> str:
     return tomlkit.dumps(table)
 
 
-def _check_config(model: nn.Module, card: Card) -> None:
-    """Refuse a model whose layers were exchanged: its card would not build it again."""
+def _check_model(model: nn.Module, card: Card) -> None:
+    """Refuse a model that was rebuilt by hand: its card would not build it again."""
     cls = registry.symbol(card.model, card)
     with skeleton_of():
         built = cls(
             build(registry.config_class(cls, card), card.config, where=card.name)
-        ).state_dict()
-    own = model.state_dict()
+        ).state_dict(keep_vars=True)
+    own = model.state_dict(keep_vars=True)
     for name in dict.fromkeys((*own, *built)):
-        shapes = [tuple(state[name].shape) if name in state else None for state in (own, built)]
-        if shapes[0] != shapes[1]:
+        here, there = _forms(own.get(name), built.get(name))
+        if here != there:
             raise ConfigError(
-                f"{name} is {shapes[0] or 'absent'} here and {shapes[1] or 'absent'} in the "
-                f"configuration of {card.name}; change models by zoo.load(…, num_classes=…)"
+                f"{name} is {here} here and {there} in the configuration of {card.name}; change "
+                "models by zoo.load(…, num_classes=…)"
             )
+    one, other = tied(own), tied(built)
+    for name in own:
+        if one[name] != other[name]:
+            pair = one[name] if one[name] != name else other[name]
+            raise ConfigError(
+                f"{name} and {pair} are {'one tensor' if pair == one[name] else 'two tensors'} "
+                f"here and not in the configuration of {card.name}; separate or tie them as it does"
+            )
+
+
+def _forms(*tensors: Tensor | None) -> list[str]:
+    """Shapes, which tell tensors apart; of equal ones the kind of number, as widths may change."""
+    shapes = ["absent" if t is None else str(tuple(t.shape)) for t in tensors]
+    if shapes[0] != shapes[1]:
+        return shapes
+    kept = [t for t in tensors if t is not None]
+    return ["floating-point" if t.is_floating_point() else str(t.dtype)[6:] for t in kept]
 
 
 def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -185,22 +250,26 @@ def _labels(card: Card, labels: Sequence[str] | None) -> tuple[str, ...] | None:
     if names is not None and classes is not None and len(names) != classes:
         raise ConfigError(f"{len(names)} labels for {classes} classes; give one a class")
     for name in names or ():
-        if not name.strip() or not name.isprintable():
+        if not is_label(name):
             raise ConfigError(
                 f"label {shown(name)} is empty or unprintable; labels are written one line each"
             )
     return names
 
 
+def is_label(name: str) -> bool:
+    """True for a text of one line without control characters.
+
+    Spaces of every kind are fine, and so are the two joiners, which Persian and Hindi need.
+    """
+    letters = name.replace("\u200c", "").replace("\u200d", "")
+    return bool(letters.strip()) and all(
+        letter.isprintable() or unicodedata.category(letter) == "Zs" for letter in letters
+    )
+
+
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Tensors of a model by name; one that has two names stands under the first."""
-    first: dict[int, str] = {}
-    return {
-        name: tensor.detach()
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if first.setdefault(id(tensor), name) == name
-    }
-
-
-def _described(path: Path) -> File:
-    return File(name=path.name, size=path.stat().st_size, sha256=files.sha256_of(path))
+    state = model.state_dict(keep_vars=True)
+    first = tied(state)
+    return {name: tensor.detach() for name, tensor in state.items() if first[name] == name}

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar
 
 from zoo import cache, files, tensorfile
 from zoo.cache import PICKLED as PICKLED
-from zoo.cards import Card, File, Source, Weights, read_card
+from zoo.cards import Card, File, Weights, read_card
 from zoo.convert import convert_file
 from zoo.errors import CacheError, WeightsError, WeightsUnavailableError, shown
+from zoo.plugins import package_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,15 +89,10 @@ def open_weights(card: Card, *, verify: Verify = "auto") -> Stored:
 
 def open_path(path: Path) -> Stored:
     """The tensors of a file that the caller names; no card vouches for its content."""
-    try:
-        return _open(Place(path, str(path), None, None), "auto")
-    except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
-        if os.path.isdir(path):
-            reason = "a folder; zoo.load(Path(…)) opens a saved model"
-        raise WeightsError(f"cannot read weights {shown(str(path))}: {reason}") from error
+    if os.path.isdir(path):
+        reason = "a folder; zoo.load(Path(…)) opens a saved model"
+        raise WeightsError(f"cannot read weights {shown(str(path))}: {reason}")
+    return _open(Place(path, str(path), None, None), "auto")
 
 
 def find_file(card: Card, name: str, *, verify: Verify = "auto") -> Path:
@@ -138,23 +133,16 @@ def check(place: Place, verify: Verify = "auto") -> str:
         WeightsError: It is not what the card says.
         OSError: It cannot be read.
     """
-    with place.path.open("rb") as file:
+    with files.open_file(place.path) as file:
         return _check(file, place, verify)
 
 
 def installed(card: Card) -> bool:
     """True where every file of the card's weights is present; nothing is hashed."""
     return all(
-        any(place.path.is_file() for place in places(card, file)) for file in weights_of(card).files
+        any(os.path.isfile(place.path) for place in places(card, file))
+        for file in weights_of(card).files
     )
-
-
-def package_folder(source: Source) -> Path | None:
-    """Folder of an installed package's files, found without importing it, or None."""
-    top, _, rest = (source.path or "").partition("/")
-    spec = find_spec(top)
-    locations = list(spec.submodule_search_locations or []) if spec else []
-    return Path(locations[0]) / rest if locations else None
 
 
 def weights_of(card: Card) -> Weights:
@@ -177,7 +165,7 @@ def places(card: Card, file: File) -> Iterator[Place]:
         if cache.is_converted(file):
             yield Place(folder / upstream, text, file.upstream_sha256, None)
     for source in weights_of(card).sources:
-        if source.kind == "package" and (found := package_folder(source)):
+        if source.kind == "package" and (found := package_folder(source.path or "")):
             path = found / (file.upstream or file.name)
             if cache.is_converted(file):
                 yield Place(path, source.text, file.upstream_sha256, None)
@@ -200,7 +188,7 @@ def _first_verified(
     absent: list[str] = []
     broken: list[str] = []
     for place in places(card, file):
-        if not place.path.exists():
+        if not os.path.lexists(place.path):  # or in a folder that cannot be searched
             absent.append(f"{place.text}: no {place.path.name}")
             continue
         try:
@@ -208,14 +196,14 @@ def _first_verified(
         except WeightsError as error:
             broken.append(f"{place.text}: {error.line}")
         except OSError as error:
-            broken.append(f"{place.text}: {place.path.name}: {error.strerror}")
+            broken.append(f"{place.text}: {place.path.name}: {error.strerror or error}")
     if broken:
         raise WeightsError(f"{card.full_name}: {broken[0]}", *broken[1:], *absent)
-    raise unavailable(card, *absent)
+    raise unavailable(card, file, *absent)
 
 
-def unavailable(card: Card, *looked: str) -> WeightsUnavailableError:
-    """The error for weights that are not installed; its first line says how to get them."""
+def unavailable(card: Card, file: File, *looked: str) -> WeightsUnavailableError:
+    """The error for a file that is not installed; its first line says how to get it."""
     sources = weights_of(card).sources
     package = next((source.name for source in sources if source.kind == "package"), None)
     if package:
@@ -223,16 +211,21 @@ def unavailable(card: Card, *looked: str) -> WeightsUnavailableError:
     elif sources:
         remedy = f"zoo pull {card.full_name} fetches them"
     else:
-        remedy = f"put {weights_of(card).files[0].name} into a folder named in ZOO_WEIGHTS"
+        remedy = f"put {file.name} into a folder named in ZOO_WEIGHTS"
     published = [f"published: {source.text}" for source in sources]
-    return WeightsUnavailableError(
-        f"the weights {card.full_name} are not installed; {remedy}", *looked, *published
-    )
+    return WeightsUnavailableError(f"{missed(card, file)}; {remedy}", *looked, *published)
+
+
+def missed(card: Card, file: File) -> str:
+    """That a file is not installed: the weights themselves, or one that goes with them."""
+    if file == weights_of(card).files[0]:
+        return f"the weights {card.full_name} are not installed"
+    return f"{file.name} of the weights {card.full_name} is not installed"
 
 
 def _open(place: Place, verify: Verify) -> Stored:
     """Check and map one safetensors file; hash, header and tensors come from the same open file."""
-    with place.path.open("rb") as file:
+    with files.open_file(place.path) as file:
         how = _check(file, place, verify)
         header = tensorfile.read_header(file, place.path.name)
         held = os.fdopen(os.dup(file.fileno()), "rb")

@@ -13,10 +13,12 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
+import zoo
 from nlp.bert import Bert, BertConfig, SelfAttention
+from zoo import tensorfile
 from zoo.cards import card
 from zoo.config import build
-from zoo.errors import ConfigError, DataError
+from zoo.errors import ConfigError, DataError, WeightsError
 from zoo.groups import freeze, layer_groups
 
 TASKS = ("sentence-embedding", "text-classification", "fill-mask")
@@ -373,9 +375,9 @@ def pretraining_names(model: Bert) -> dict[str, torch.Tensor]:
         "cls.seq_relationship.weight": torch.ones(2, dim),
         "cls.seq_relationship.bias": torch.ones(2),
         "cls.predictions.decoder.weight": words,
-        "cls.predictions.decoder.bias": torch.ones(vocab),
     }
-    return extra | model.state_dict()
+    found = extra | model.state_dict()
+    return {**found, "cls.predictions.decoder.bias": found["cls.predictions.bias"]}
 
 
 def dialect(tensors, *, bare: bool, legacy: bool, positions: bool, heads: bool):
@@ -443,6 +445,23 @@ def test_two_names_of_one_tensor_are_not_both_taken():
     model = tiny("sentence-embedding")
     names = ["bert.embeddings.LayerNorm.gamma", "bert.embeddings.LayerNorm.weight"]
     assert model.convert_keys(names) == {name: name for name in names}
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_output_matrix_of_its_own_is_refused_where_it_is_used(tmp_path, name, prefix):
+    model = tiny("fill-mask")
+    stored = pretraining_names(model)
+    path = tmp_path / "bert.safetensors"
+    config = {**TINY, "pretrained": path}
+    tensorfile.write(path, {prefix + key: tensor.clone() for key, tensor in stored.items()})
+    loaded = zoo.load("bert-base-uncased", task="fill-mask", **config)
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in model.state_dict().items())
+    stored[f"cls.predictions.decoder.{name}"] = stored[f"cls.predictions.decoder.{name}"] + 1
+    tensorfile.write(path, {prefix + key: tensor.clone() for key, tensor in stored.items()})
+    with pytest.raises(WeightsError, match=rf"decoder\.{name}' and .* differ"):
+        zoo.load("bert-base-uncased", task="fill-mask", **config)
+    zoo.load("bert-base-uncased", task="sentence-embedding", **config)  # has no use for it
 
 
 def test_two_prefixes_in_one_file_are_not_mixed():

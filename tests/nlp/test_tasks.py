@@ -157,6 +157,28 @@ def test_cross_entropy_is_summed_and_counted():
     assert (total.item(), count) == (pytest.approx(2 * math.log(2)), 2)
 
 
+def test_labels_are_smoothed_towards_all_classes():
+    task, model = make(TextClassification), Table([[2.0, 0.0], [0.0, 1.0]])
+    batch = {**batch_of(2), "target": torch.tensor([0, 0])}
+    hard, even = (
+        -sum(model.rows.log_softmax(1)[row] @ torch.tensor(share) for row in (0, 1))
+        for share in ([1.0, 0.0], [0.5, 0.5])
+    )
+    total, count = task.loss(model, batch, label_smoothing=0.2)
+    assert (total.item(), count) == (pytest.approx((0.8 * hard + 0.2 * even).item()), 2)
+    pairs = {**batch_of(2), "target": torch.tensor([5.0])}
+    with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1; sentence-embedding takes 0"):
+        make(SentenceEmbedding).loss(model, pairs, label_smoothing=0.1)
+
+
+def test_items_are_counted_before_the_loss_and_lengths_before_the_tokens():
+    task = make(SentenceEmbedding)
+    samples = [task.example((f"text {i}", "another"), float(i), None, None, None) for i in range(3)]
+    batch = task.collate(samples)
+    assert (len(batch["input_ids"]), task.count(batch)) == (6, 3)
+    assert [task.length(raw) for raw in ("", "abc", ("abc", "de"))] == [0, 3, 5]
+
+
 def test_accuracy_is_the_share_of_right_first_answers():
     def predict(texts, top_k):
         assert top_k == 1
@@ -234,7 +256,26 @@ def test_the_loss_counts_the_hidden_tokens_only():
     )
     assert batch["target"].tolist() == [[-100, -100, 7, -100, -100], [-100, 2, -100, 3, -100]]
     total, count = task.loss(Table(torch.zeros(2, 5, 11).tolist()), batch)
-    assert (total.item(), count.item()) == (pytest.approx(3 * math.log(11)), 3)
+    assert (total.item(), count) == (pytest.approx(3 * math.log(11)), 3)
+
+
+def test_a_microbatch_without_a_target_weighs_nothing():
+    """Case TRN-06: (0 + 2 ln 2) / 2, and finite gradients."""
+    task, model = make(FillMask), Table(torch.zeros(1, 2, 2).tolist())
+    inputs = {"input_ids": torch.ones(1, 2, dtype=torch.long)}
+    inputs["attention_mask"] = inputs["input_ids"]
+    targets = [[-100, -100], [0, 1]]
+    batches = [{**inputs, "target": torch.tensor([row])} for row in targets]
+    count = sum(map(task.count, batches))
+    for smoothing in (0.0, 0.1):
+        losses = [task.loss(model, batch, smoothing) for batch in batches]
+        assert [n for _, n in losses] == [0, 2]
+        assert losses[0][0] == 0
+        model.zero_grad()
+        for loss, _ in losses:
+            (loss / count).backward()
+        assert sum(loss.item() for loss, _ in losses) / count == pytest.approx(math.log(2))
+        assert model.rows.grad.isfinite().all()
 
 
 def test_the_first_word_is_measured():

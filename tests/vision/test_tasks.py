@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from vision.images import decode, prepare
 from vision.tasks import UNTRAINED, ImageClassification, ImageGraph, read_parquet
 from zoo.cards import Card, File, TensorSpec, Weights
+from zoo.data.rows import check, open_rows
 from zoo.errors import CardError, ConfigError, DataError
 from zoo.pipeline import Pipeline
 
@@ -178,6 +179,43 @@ def test_the_loss_of_a_half_precision_model_is_computed_in_float32(tmp_path: Pat
     assert total.dtype == torch.float32
 
 
+def test_an_example_is_augmented_if_a_recipe_says_so(tmp_path: Path) -> None:
+    task, raw = make_task(tmp_path), png(noise(8, 8))
+    plain = task.example(raw, 2)
+    assert torch.equal(plain["image"], task.read(raw)["image"])
+    assert (plain["target"].item(), plain["target"].dtype) == (2, torch.int64)
+    recipe = task.recipe(flip=True)
+    seen = [
+        task.example(raw, 2, recipe, torch.Generator().manual_seed(seed))["image"]
+        for seed in range(20)
+    ]
+    assert {torch.equal(image, plain["image"]) for image in seen} == {True, False}
+    assert {torch.equal(image.flip(-1), plain["image"]) for image in seen} == {True, False}
+    assert task.example(raw, 2, size=6)["image"].shape == (3, 6, 6)
+    assert torch.equal(task.example(task.decoded(raw), 2)["image"], plain["image"])
+
+
+def test_what_suits_fine_tuning_is_part_of_the_recipe(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    assert task.recipe(**task.finetuning).random_resized_crop == (0.6, 1.0)
+
+
+def test_targets_may_be_shares_and_may_be_smoothed(tmp_path: Path) -> None:
+    task, model = make_task(tmp_path), MeanColour()
+    image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([0, 1, 2, 1])
+    hard, count = task.loss(model, {"image": image, "target": target})
+    soft = {"image": image, "target": F.one_hot(target, 3).float()}
+    total, same = task.loss(model, soft)
+    assert count == same == 4
+    torch.testing.assert_close(total, hard)
+    # A tenth of the target is given to all three classes alike.
+    even = -image.mean((2, 3)).log_softmax(1).mean(1).sum()
+    for batch in ({"image": image, "target": target}, soft):
+        smoothed, _ = task.loss(model, batch, label_smoothing=0.1)
+        torch.testing.assert_close(smoothed, 0.9 * hard + 0.1 * even)
+
+
 # --- answers
 
 
@@ -261,6 +299,16 @@ def test_few_classes_are_measured_too(tmp_path: Path) -> None:
     assert found == {"top1": 0.5, "top5": 1.0}
 
 
+def test_the_fifth_answer_of_three_classes(tmp_path: Path) -> None:
+    """Case TRN-08."""
+    task = make_task(tmp_path)
+    logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
+    found = task.measure(
+        lambda rows, top_k: task.decode(logits[rows], top_k=top_k), [(0, 0), (1, 0)]
+    )
+    assert found == {"top1": 0.5, "top5": 1.0}
+
+
 def test_nothing_to_measure_on_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no examples"):
         make_task(tmp_path).measure(lambda raws, top_k: [], [])
@@ -296,6 +344,34 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
             list(read_parquet(path, column="image"))
         assert path.name in caught.value.line
         assert len(caught.value.line) <= 200
+
+
+def test_a_folder_of_all_sorts_is_read_and_what_is_broken_is_named(tmp_path: Path) -> None:
+    task, array = make_task(tmp_path), noise(9, 9)
+    photos = tmp_path / "photos"
+    for name in ("ant", "bee", "cow"):
+        (photos / name).mkdir(parents=True)
+    for n, suffix in enumerate(("jpg", "png", "webp", "gif", "bmp", "tiff")):
+        Image.fromarray(array).save(photos / "ant" / f"{n}.{suffix}")
+    (photos / "ant" / "really a png.jpg").write_bytes(png(array))
+    Image.fromarray(array).convert("CMYK").save(photos / "bee" / "print.jpg")
+    (photos / "bee" / "cut.png").write_bytes(png(array)[:-60])
+    (photos / "bee" / "empty.jpg").write_bytes(b"")
+    (photos / "cow" / "text.png").write_text("no picture")
+    (photos / "cow" / "notes.txt").write_text("no picture either")
+    rows = open_rows(photos, task)
+    report, left = check(rows, task)
+    assert [Path(rows.raw(i)).name for i, _, _ in report.unreadable] == [
+        "cut.png",
+        "empty.jpg",
+        "text.png",
+    ]
+    assert (report.empty, report.single) == (["cow"], ["bee"])
+    assert len(report.formats) == 6
+    assert all(len(line) <= 420 for line in report.lines())
+    batch = task.collate([task.example(*left[i]) for i in range(len(left))])
+    assert batch["image"].shape == (8, 3, 8, 8)
+    assert batch["target"].tolist() == [0] * 7 + [1]
 
 
 # --- the graph from pixels to logits

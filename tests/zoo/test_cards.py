@@ -1,7 +1,6 @@
 """Reading cards: strict, explained, without torch."""
 
 import textwrap
-import warnings
 
 import pytest
 
@@ -63,6 +62,11 @@ def test_a_card_mirrors_its_keys_as_attributes(tmp_path):
         ('sha256 = "' + "0" * 64, 'sha256 = "' + "0" * 63, ["63", "64"]),
         ('sha256 = "' + "0" * 64, 'sha256 = "' + "Z" * 64, ["sha256"]),
         (', sha256 = "' + "0" * 64 + '"', "", ["no sha256"]),
+        ('["batch", 3, "height", "width"]', "[]", ["image", "shape"]),
+        ('["batch", 3, "height", "width"]', '["batch", 0]', ["image", "shape"]),
+        ("batch = 2,", "batch = -2,", ["image", "sizes from 1"]),
+        ("parameters = 10", "parameters = 1" + "0" * 40, ["64"]),
+        ("[1, 1, 1, 1]", "[1, 1, 1, 1" + "0" * 40 + "]", ["64"]),
         (
             "files =",
             "default = true\nsources = [{kind='https', url='https://a/'}]\nfiles =",
@@ -138,43 +142,6 @@ def test_a_tag_narrows_the_card():
     assert card.labels[:2] == ("tench", "goldfish")
     assert len(card.labels) == 1000
     assert card.preprocessing["size"] == 232
-
-
-def plugin(folder, name, value, *, package="theirs_models/cards"):
-    """Install a distribution by hand: a package with a card, and its entry point."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[zoo.cards]\n{name} = {value}\n")
-    if package:
-        (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").touch()
-        (folder / package.partition("/")[0] / "__init__.py").touch()
-        (folder / package / "net.toml").write_text(GOOD)
-
-
-def test_a_plug_in_adds_its_cards_under_its_name(tmp_path, monkeypatch):
-    plugin(tmp_path, "theirs", "theirs_models.cards")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "theirs/net" in zoo.list_models()
-    assert zoo.card("theirs/net.one").full_name == "theirs/net.one"
-    with pytest.raises(UnknownModelError, match="theirs/net"):
-        zoo.card("theirs/nett")
-
-
-def test_a_broken_plug_in_is_one_warning(tmp_path, monkeypatch):
-    plugin(tmp_path, "broken", "no_such_package.cards", package=None)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(UserWarning, match="broken") as caught:
-        names = zoo.list_models()
-    assert len([w for w in caught if "plug-in" in str(w.message)]) == 1
-    assert "resnet50" in names
-
-
-def test_without_plug_ins_there_is_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        zoo.list_models()
 
 
 @pytest.mark.parametrize("error", ZooError.__subclasses__())

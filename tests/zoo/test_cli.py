@@ -152,6 +152,75 @@ def test_a_reader_that_stops_early_is_no_error(fresh_python):
     assert out.strip() == "0 ''"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(), "OSError"),
+        (OSError("without a number"), "without a number"),
+        (PermissionError(13, "Permission denied", "f" * 400), "'fff"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError(5, "Input/output\nerror " + "x" * 400, "file"), "'file': Input/output error"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line(capsys, monkeypatch, error, line):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("zoo.cards.list_models", fails)
+    code, out, err = run(capsys, "list")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"zoo: {line}")
+    assert "None" not in err
+    assert len(err.splitlines()) == 1
+    assert len(err) <= 206
+
+
+@pytest.mark.parametrize(
+    ("shell", "printed"),
+    [
+        ("zoo list >&-", "0 ''"),
+        ("zoo list resnet18 2>&-", "0 ''"),
+        ("zoo show resnet51 >&- 2>&-", "2 ''"),
+        ("zoo list >/dev/full", "2 'zoo: No space left on device\\n'"),
+        ("PYTHONIOENCODING=ascii zoo show caf\u00e9", "2 \"zoo: 'caf\\\\xe9' is not a model"),
+    ],
+)
+def test_streams_that_are_closed_full_or_ascii_are_no_traceback(fresh_python, shell, printed):
+    out = fresh_python(
+        "import subprocess, sys\n"
+        "shell = sys.argv[1].replace('zoo ', f'{sys.executable} -m zoo ')\n"
+        "done = subprocess.run(['bash', '-c', shell], capture_output=True, text=True)\n"
+        "print(done.returncode, ascii(done.stderr))",
+        shell,
+    )
+    assert out.startswith(printed)
+
+
+def test_predicting_without_a_network_is_one_line(capsys, house, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(house.server, "https", "https://127.0.0.1:9")
+    name = house.file("tiny.v1.safetensors", "model.safetensors")
+    house.card("tiny", "v1", files=f"[{name}]", sources=f"[{house.hub}]")
+    code, out, err = run(capsys, "predict", "tiny.v1", "x.jpg")
+    assert (code, out) == (2, "")
+    assert "cannot fetch tiny.v1.safetensors" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_missing_tokenizer_is_called_by_its_name(capsys, house, monkeypatch):
+    from zoo.weights import find_file
+
+    monkeypatch.setenv("ZOO_OFFLINE", "1")
+    with pytest.raises(
+        zoo.errors.WeightsError, match=r"^tiny\.v1\.words\.json of the weights tiny"
+    ):
+        find_file(zoo.card("tiny.v1"), "tiny.v1.words.json")
+    house.card("tiny", "v1", files=f"[{house.file('a', 'model.safetensors')}, "
+               f"{house.file('b', 'words.json')}]")  # fmt: skip
+    with pytest.raises(zoo.errors.WeightsError, match="put b into a folder"):
+        find_file(zoo.card("tiny.v1"), "b")
+
+
 def test_pull_fetches_and_prints_where_the_files_lie(capsys, house):
     code, out, err = run(capsys, "pull", "tiny.v1")
     assert code == 0
@@ -200,6 +269,22 @@ def test_a_check_that_fails_is_status_1(capsys, monkeypatch):
     code, out, _ = run(capsys, "check", "resnet18", "--only", "check_card")
     assert code == 1
     assert "broken on purpose" in out
+
+
+def test_a_saved_model_is_checked_by_its_folder(capsys, saved):
+    code, out, _ = run(
+        capsys, "check", str(saved), "--only", "check_card", "check_parameters", "check_save_load"
+    )
+    assert (code, out.splitlines()[-1]) == (0, "3 of 3 promises kept")
+    next(saved.glob("*.safetensors")).write_bytes(b"")
+    code, out, _ = run(capsys, "check", str(saved), "--only", "check_stored_shapes")
+    assert code == 1
+
+
+def test_smoke_says_nothing_of_golden_outputs_that_are_not_there(capsys):
+    code, out, err = run(capsys, "smoke", "resnet18")
+    assert (code, "golden" in out) == (2, False)
+    assert "resnet18.imagenet1k_v1" in err
 
 
 def test_a_model_is_exported_and_compared(capsys, saved, tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 import zoo
 from zoo.errors import ConfigError, DataError, WeightsUnavailableError, ZooError
+from zoo.registry import evaluating
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,17 @@ def test_a_pipeline_answers_in_eval_mode_and_gives_the_mode_back(saved):
     assert pipe(picture(30, 30, 1)) == zoo.pipeline(saved)(picture(30, 30, 1))
     assert torch.equal(before, model.layer1[0].bn1.running_mean)
     assert (model.training, model.bn1.training, model.layer1[0].training) == (True, False, True)
+
+
+def test_threads_that_share_a_model_in_train_mode_all_answer_in_eval_mode(saved):
+    model = zoo.load(saved).train()
+    first, second = evaluating(model), evaluating(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # leaves while the other is still answering
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
+    assert all(module.training for module in model.modules())
 
 
 def test_the_path_of_a_saved_model_may_be_text_or_a_path(saved):

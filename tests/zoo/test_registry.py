@@ -1,6 +1,9 @@
 """Loading: every tensor has a declared origin, whatever is wrong with the file or the call."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -342,6 +345,65 @@ def test_a_card_whose_class_is_not_there_says_where_it_looked(tmp_path):
         symbol("vision.resnett:ResNet", card)
     with pytest.raises(CardError, match="no module"):
         symbol("visionn.resnet:ResNet", replace(card, name="x"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('task = "vision.tasks:ImageClassification"', 'task = "vision.resnet:ResNet"', "no task"),
+        ('task = "vision.tasks:ImageClassification"', 'task = "vision.tasks:CHUNK"', "no task"),
+        ('model = "vision.resnet:ResNet"', 'model = "vision.resnet:nn"', "no class"),
+        ('shape = ["batch", 3, "height", "width"]', 'shape = ["batch"]', "task cannot be made"),
+        ("width = 8", f"width = {2**62}", "can be built"),
+        ("crop = 224", "crop = 100000", "crop is 100000"),
+    ],
+)
+def test_a_card_that_leads_nowhere_is_one_line(tmp_path, old, new, words):
+    folder = zoo.save(
+        zoo.load("resnet50.imagenet1k_v2", pretrained=False, width=8), tmp_path / "mine"
+    )
+    card = folder / "resnet50.toml"
+    text = card.read_text("utf-8")
+    assert old in text
+    card.write_text(text.replace(old, new, 1), "utf-8")
+    with pytest.raises(CardError, match=words) as caught:
+        zoo.pipeline(folder)
+    assert len(caught.value.line) <= 200
+
+
+def test_an_argument_that_no_memory_holds_is_one_line():
+    with pytest.raises(ConfigError, match="can be built"):
+        zoo.load("resnet50", width=2**62)
+
+
+def test_python_m_zoo_imports_nothing_from_the_current_folder(trained, tmp_path):
+    model, _, _ = trained
+    zoo.save(model, tmp_path / "mine")
+    (tmp_path / "vision").mkdir()
+    for name in ("vision/__init__.py", "evil.py", "zoo_plugin.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from here')")
+    card = tmp_path / "mine" / "resnet18.toml"
+    command = [sys.executable, "-m", "zoo", "check", "mine", "--only", "check_card"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    card.write_text(card.read_text("utf-8").replace("vision.resnet:", "evil:"), "utf-8")
+    command = [sys.executable, "-m", "zoo", "show", "mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "'evil', which is neither a domain of the zoo nor a plug-in" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("place", ["x" * 5000, "a-file/below", "pipe"])
+def test_a_source_that_cannot_be_read_is_passed_over(trained, tmp_path, monkeypatch, place):
+    _, folder, file = trained
+    (tmp_path / "a-file").touch()
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / file.name)
+    monkeypatch.setenv("ZOO_WEIGHTS", str(tmp_path / place))
+    assert "ZOO_WEIGHTS" not in zoo.load(folder).load_report.source
+    if place == "pipe":
+        with pytest.raises(WeightsError, match="not a regular file"):
+            zoo.load("resnet18", pretrained=tmp_path / "pipe" / file.name)
 
 
 def test_a_damaged_folder_is_refused_by_its_hash(trained, tmp_path):

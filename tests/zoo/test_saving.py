@@ -1,11 +1,13 @@
 """A saved folder opens everywhere and never half-replaces another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import zoo
-from zoo import tensorfile
-from zoo.errors import ConfigError
+from zoo import cards, tensorfile
+from zoo.errors import CardError, ConfigError, WeightsUnavailableError
 
 
 @pytest.fixture
@@ -128,6 +130,131 @@ def test_the_file_says_where_it_came_from(model, tmp_path):
 def test_labels_are_a_list_of_names(model, tmp_path, labels):
     with pytest.raises(ConfigError, match="list of names"):
         zoo.save(model, tmp_path / "mine", labels=labels)
+
+
+def floating_counter(model):
+    model.bn1.num_batches_tracked = model.bn1.num_batches_tracked.float()
+
+
+def tied_by_hand(model):
+    model.layer1[1].conv1.weight = model.layer1[0].conv1.weight
+
+
+def odd_summary(model):
+    model.card = replace(model.card, summary=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (None, {"licence": 3}, "licence is 3"),
+        (floating_counter, {}, r"bn1.num_batches_tracked is floating-point here and int64"),
+        (tied_by_hand, {}, r"layer1\.1\.conv1\.weight and layer1\.0\.conv1\.weight are one tensor"),
+        (odd_summary, {}, "cannot be saved"),
+    ],
+)
+def test_what_would_not_read_back_is_refused_before_anything_is_replaced(
+    model, tmp_path, change, options, words
+):
+    zoo.save(model, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    other = zoo.load("resnet18", width=8, num_classes=3)
+    if change:
+        change(other)
+    with pytest.raises(ConfigError, match=words) as caught:
+        zoo.save(other, tmp_path, **options)
+    assert len(caught.value.line) <= 200
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_model_that_changes_while_it_is_saved_leaves_the_old_one(model, tmp_path, monkeypatch):
+    zoo.save(model, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    encoded = tensorfile.encoded
+
+    def trained_further(*arguments, **options):
+        with torch.no_grad():
+            model.fc.bias.add_(1)
+        return encoded(*arguments, **options)
+
+    monkeypatch.setattr(tensorfile, "encoded", trained_further)
+    with pytest.raises(ConfigError, match="changed while it was saved"):
+        zoo.save(model, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_labels_may_hold_the_joiners_and_every_kind_of_space(model, tmp_path):
+    names = [
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "\u0915\u094d\u200d\u0937",
+        "a\u00a0b\u3000c",
+    ]
+    zoo.save(model, tmp_path, labels=names)
+    assert zoo.load(tmp_path).card.labels == tuple(names)
+    for wrong in ("a\u2028b", "a\x85b", "a\x00", "\u202ea", "\u200d"):
+        with pytest.raises(ConfigError, match="unprintable"):
+            zoo.save(model, tmp_path, labels=[*names[:2], wrong])
+
+
+def test_labels_that_were_changed_are_found_by_their_name(model, tmp_path):
+    zoo.save(model, tmp_path, labels=["a", "b", "c"])
+    path = next((tmp_path / "labels").iterdir())
+    path.write_bytes(b"b\na\nc\n")
+    with pytest.raises(CardError, match=r"resnet18.*\.txt.*changed since"):
+        zoo.load(tmp_path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(CardError, match="cannot read the labels"):
+        zoo.load(tmp_path)
+
+
+def test_only_files_that_saving_writes_are_removed(model, tmp_path):
+    zoo.save(model, tmp_path, labels=["a", "b", "c"])
+    name = f"resnet18.{'0' * 12}"
+    for mine in (f"{name}.onnx", f"{name}.txt", f"labels/{name}.csv", f"labels/{name}.safetensors"):
+        (tmp_path / mine).write_text("mine")
+    for left in (f"{name}.safetensors", f"labels/{name}.txt"):
+        (tmp_path / left).write_text("of a save that was killed")
+    zoo.save(model, tmp_path, labels=["a", "b", "d"])
+    held = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()]
+    assert f"{name}.onnx" in held
+    assert len([n for n in held if name in n]) == 4
+    assert len(held) == 4 + 3
+
+
+def test_a_model_knows_its_labels_after_its_folder_was_replaced(model, tmp_path):
+    zoo.save(model, tmp_path, labels=["a", "b", "c"])
+    loaded = zoo.load(tmp_path)
+    zoo.save(model, tmp_path, labels=["d", "e", "f"])
+    assert loaded.card.labels == ("a", "b", "c")
+    assert zoo.load(tmp_path).card.labels == ("d", "e", "f")
+
+
+@pytest.mark.parametrize("opened", [zoo.load, zoo.pipeline, zoo.preprocess])
+def test_a_save_between_the_card_and_its_files_is_read_again(model, tmp_path, monkeypatch, opened):
+    zoo.save(model, tmp_path, labels=["a", "b", "c"])
+    read, saves = cards.read_card, iter(["def", "ghi"])
+
+    def overtaken(path, **options):
+        found = read(path, **options)
+        if path.parent == tmp_path and (labels := next(saves, None)):
+            with torch.no_grad():
+                model.fc.bias.add_(1)
+            zoo.save(model, tmp_path, labels=list(labels))
+        return found
+
+    monkeypatch.setattr(cards, "read_card", overtaken)
+    found = opened(tmp_path)
+    assert next(saves, "none") == "none"
+    if opened is zoo.load:
+        assert found.card.labels == ("g", "h", "i")
+        assert torch.equal(found.fc.bias, model.fc.bias)
+
+
+def test_a_damaged_model_that_nobody_replaces_is_read_once(model, tmp_path):
+    zoo.save(model, tmp_path)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(WeightsUnavailableError, match="not installed"):
+        zoo.load(tmp_path)
 
 
 def test_a_model_whose_layer_was_exchanged_is_refused(model, tmp_path):

@@ -21,6 +21,7 @@ class Dataset:
         [Path], Iterator[tuple[Any, Any]]
     ]  # file or folder -> (raw input, target), in order
     home: str  # where it is published
+    columns: tuple[str, ...] = ()  # of a parquet file: those of the input, then the target
 
     def path(self, split: str) -> Path:
         """Where a split lies.

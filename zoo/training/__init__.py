@@ -1,0 +1,1 @@
+"""Training: one supervised loop for every domain, and the leaves that other loops share."""

@@ -1,0 +1,190 @@
+"""The folder of a run: the recipe that it follows, its numbers, its weights with their card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zoo import __version__, cards, files, registry
+from zoo.cards import Metric
+from zoo.errors import ConfigError, shown
+from zoo.saving import card_text, write_folder
+from zoo.training import checkpoint, distributed
+from zoo.training.recipe import Recipe, from_plain, to_plain
+from zoo.training.tracking import Silent, Tracker, open_trackers
+from zoo.weights import find_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zoo.data.rows import Rows
+    from zoo.training.state import Run
+
+Resume = Literal["auto", "never"] | Path
+FREE = ("workers", "keep", "checkpoint_every")  # of a recipe, what may differ in a resumed run
+TOLERANCE = 0.002  # of a number that is measured again, on another machine
+
+
+def read_recipe(path: Path) -> tuple[str, Recipe]:
+    """Model and recipe of a ``recipe.json``.
+
+    Raises:
+        ConfigError: The file is none; the message names it, the key and the value.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        model, kind, values = (content[key] for key in ("model", "type", "recipe"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{shown(str(path))} is no recipe ({type(error).__name__}: {error}); a run writes one "
+            "as recipe.json"
+        ) from error
+    task = registry.task_class(cards.card(str(model).partition(".")[0]))
+    able = {_name(cls): cls for cls in task.recipe.__mro__ if issubclass(cls, Recipe)}
+    if kind not in able or not isinstance(values, dict):
+        raise ConfigError(f"{path.name}: type is {shown(kind)}; {model} takes {', '.join(able)}")
+    return str(model), from_plain(able[kind], values, where=path.name)
+
+
+def described(model: str, recipe: Recipe) -> dict[str, Any]:
+    """What ``recipe.json`` holds; `read_recipe` gives it back."""
+    return {"model": model, "type": _name(type(recipe)), "recipe": to_plain(recipe)}
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def begin(run: Run, description: Mapping[str, Any], resume: Resume, *, quiet: bool) -> None:
+    """Make the folder a run of this recipe, and put the run where its checkpoint says.
+
+    Raises:
+        ConfigError: The folder holds a run by another recipe.
+        CheckpointError: The checkpoint is not there, or none is complete.
+    """
+    saved, path = run.folder / "checkpoints", run.folder / "recipe.json"
+    refusal: list[str] | None = None
+    if distributed.is_main():
+        try:
+            if resume == "never":
+                shutil.rmtree(saved, ignore_errors=True)
+                (run.folder / "metrics.jsonl").unlink(missing_ok=True)
+            elif path.exists():
+                _same_run(path, description)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            files.write_atomically(path, (json.dumps(description, indent=1) + "\n").encode())
+        except ConfigError as error:
+            refusal = [error.line, *error.details]
+    if refusal := distributed.broadcast_json(refusal):
+        raise ConfigError(*refusal)
+    given = isinstance(resume, Path)
+    found = checkpoint.check(Path(resume)) if given else checkpoint.agree(saved)
+    if found:
+        run.restore(found)
+    if distributed.is_main() and not quiet:
+        start = f"goes on from {found.path.name}" if found else "no checkpoint; starts at step 0"
+        print(f"{run.folder.name}: {start}", file=sys.stderr, flush=True)
+
+
+def _same_run(path: Path, description: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run of another recipe."""
+    try:
+        old = json.loads(path.read_text("utf-8"))
+        before = {"model": old["model"], **old["recipe"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{shown(str(path))} is damaged; give another folder, or --resume never to begin again"
+        ) from error
+    now = {"model": description["model"], **json.loads(json.dumps(description["recipe"]))}
+    other = [k for k in {**before, **now} if before.get(k) != now.get(k) and k not in FREE]
+    if other:
+        key = other[0]
+        raise ConfigError(
+            f"{shown(path.parent.name)} holds a run with {key} {shown(before.get(key))}, now "
+            f"{shown(now.get(key))}; give another folder, or --resume never to begin again",
+            *(f"{key}: {shown(before.get(key))}, now {shown(now.get(key))}" for key in other),
+        )
+
+
+def follow(run: Run, names: Sequence[str], description: Mapping[str, Any]) -> Tracker:
+    """The trackers of the main process; the others have none."""
+    if not distributed.is_main():
+        return Silent()
+    return open_trackers(
+        run.folder, names, description, step=run.position.step, keep=run.position.lines
+    )
+
+
+def write_weights(
+    run: Run,
+    model: nn.Module,
+    name: str,
+    metrics: Mapping[str, float],
+    rows: Rows | None,
+    labels: Sequence[str] | None,
+    licence: str | None,
+) -> Path:
+    """The model as a folder, whose card says how it was made and what was measured."""
+    recipe = run.recipe
+    card = registry.card_of(run.model)
+    old = card.weights[card.tag] if card.tag else None
+    base, _, tag = name.partition(".")
+    origin = {
+        "trained_by": "refzoo",
+        "zoo_version": __version__,
+        "data": recipe.data or run.batches.rows.name,
+        "seed": str(recipe.seed),
+        "recipe": json.dumps(described(name, recipe)),
+    }
+    if recipe.init:
+        origin["derived_from"] = recipe.init
+    elif old and (source := old.origin.get("derived_from")):
+        origin["derived_from"] = source
+    names = labels or card.labels
+    classes = run.batches.rows.classes
+    if names is None and classes and len(classes) == card.config.get("num_classes"):
+        names = classes
+    auxiliary = {f.name: find_file(card, f.name) for f in old.files[1:]} if old else {}
+    setattr(model, "card", replace(card, name=base))  # noqa: B010 (a Module takes only tensors)
+    folder = write_folder(
+        model,
+        run.folder / "weights",
+        tag=tag or "trained",
+        labels=names,
+        licence=licence or (old.licence if old else "not stated"),
+        origin=origin,
+        auxiliary=auxiliary,
+    )
+    if metrics and rows is not None:
+        path = registry.card_file(folder)
+        written = cards.read_card(path)
+        (key, weights), *_ = written.weights.items()
+        weights = replace(weights, metrics=tuple(measured(run, name, metrics, rows)))
+        text = card_text(replace(written, weights={key: weights}))
+        files.write_atomically(path, text.encode())
+    return folder
+
+
+def measured(run: Run, made: str, metrics: Mapping[str, float], rows: Rows) -> Iterator[Metric]:
+    """What a card says of each number."""
+    place = run.recipe.validation
+    name, _, split = place.partition("/")
+    dataset: Any = getattr(run.task, "datasets", {}).get(name)
+    known = dataset is not None and split in dataset.files
+    if not known:
+        place = f"{Path(run.batches.rows.name).name}/validation"
+    for key, value in metrics.items():
+        yield Metric(
+            name=f"{place}/{key}",
+            value=round(value, 6),
+            n=len(rows),
+            tolerance=TOLERANCE if known else 0.0,
+            data_sha256=files.sha256_of(dataset.path(split)) if known else None,
+            command=f"python scripts/evaluate.py {made}" if known else None,
+            source=None if known else "measured by the run that made these weights",
+        )
