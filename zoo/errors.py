@@ -57,6 +57,10 @@ class CardError(ZooError, ValueError):
     """A card that breaks the format of ``weights/README.md``."""
 
 
+class NonFiniteError(ZooError, ArithmeticError):
+    """A loss, a gradient or a parameter that is infinite or not a number."""
+
+
 class CheckpointError(ZooError, RuntimeError):
     """A checkpoint that is damaged, incomplete or not there, or that cannot be written."""
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -308,7 +309,7 @@ def task_of(card: Card) -> Any:
     """
     cls = task_class(card)
     try:
-        return cls(card, lambda file: find_file(card, file))
+        return cls(card, partial(find_file, card))
     except ZooError:
         raise
     except Exception as error:  # as in `_built`

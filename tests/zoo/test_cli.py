@@ -296,7 +296,7 @@ def test_a_model_is_exported_and_compared(capsys, saved, tmp_path):
 test_a_model_is_exported_and_compared.pytestmark = [pytest.mark.untyped]
 
 
-@pytest.mark.parametrize("script", ["evaluate", "smoke", "export"])
+@pytest.mark.parametrize("script", ["evaluate", "smoke", "export", "train", "finetune"])
 def test_a_script_is_the_command_of_its_name(fresh_python, script):
     out = fresh_python(
         "import runpy, sys; sys.argv = ['x', '--help']\n"

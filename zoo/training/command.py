@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ def command(arguments: Sequence[str]) -> Callable[[], int]:
             quiet=given.quiet,
         )
         numbers = "  ".join(f"{key} {value:.4f}" for key, value in result.metrics.items())
-        print(f"{result.weights}  {numbers}".rstrip())
+        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes one speaks
+            print(f"{result.weights}  {numbers}".rstrip())
         return 0
 
     return run

@@ -189,7 +189,8 @@ def _shard(model: nn.Module, device: torch.device) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for block in module:
-                own = [owners[id(p)] == 1 for p in block.parameters()]
+                # Those of an inner block are sharded already, and are other objects now.
+                own = [owners.get(id(p)) == 1 for p in block.parameters()]
                 if own and all(own) and len(list(block.children())) > 1:
                     fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.errors import ConfigError, nearest, shown
+from zoo.errors import ConfigError, NonFiniteError, nearest, shown
 from zoo.training import checkpoint, distributed
 from zoo.training.mixing import mix
 from zoo.training.precision import first_bad_layer
@@ -24,7 +24,6 @@ from zoo.training.schedules import factor
 from zoo.training.state import (
     Batch,
     Interrupted,
-    NonFiniteError,
     Run,
     Statistics,
     finite,

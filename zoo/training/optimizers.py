@@ -38,7 +38,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
         case recipes.SGD(momentum=momentum, nesterov=nesterov):
             return torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov)
         case recipes.AdamW(betas=betas, eps=eps):
-            return torch.optim.AdamW(groups, betas=betas, eps=eps)
+            return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
         case recipes.Lion(betas=betas):
             return Lion(groups, betas=betas)
         case recipes.LAMB(betas=betas, eps=eps):

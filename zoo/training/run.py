@@ -87,8 +87,8 @@ def train(
         CheckpointError: No checkpoint there is complete.
         DataError: Data are not there or cannot be read.
         NonFiniteError: See `zoo.training.loop.fit`.
-        SystemExit: With code 143 after SIGTERM; a checkpoint of the last whole step is written.
-        KeyboardInterrupt: The same, after Ctrl-C.
+        SystemExit: With code 143 after SIGTERM, 130 after Ctrl-C; there is a checkpoint of the last
+            whole step.
     """
     folder = Path(folder).absolute()
     wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

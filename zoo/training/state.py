@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zoo.config import build
 from zoo.data.order import seed_of
-from zoo.errors import ZooError
 from zoo.groups import freeze
 from zoo.training import checkpoint, distributed
 from zoo.training.ema import EMA
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
     from zoo.data.loader import Batches
 
 Batch = Mapping[str, Tensor]
-
-
-class NonFiniteError(ZooError, ArithmeticError):
-    """A loss, a gradient or a parameter that is infinite or not a number."""
 
 
 class Interrupted(Exception):  # noqa: N818

@@ -19,12 +19,12 @@ from tests.prove.resumes import make_world, recipe_for
 from zoo import cards
 from zoo.data.loader import Step
 from zoo.data.rows import ListRows
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, NonFiniteError
 from zoo.training import checkpoint
 from zoo.training.loop import SKIPS_IN_A_ROW, train_step
 from zoo.training.recipe import SGD, AdamW, Linear, Plateau, Recipe
 from zoo.training.run import make_batches, train
-from zoo.training.state import NonFiniteError, Run
+from zoo.training.state import Run
 
 RANKS = Path(__file__).with_name("loop_ranks.py")
 CPU = torch.device("cpu")
