@@ -20,7 +20,9 @@ os.environ["ZOO_OFFLINE"] = "1"
 if os.environ.get("ZOO_SHAPES") == "1":
     from jaxtyping import install_import_hook
 
-    install_import_hook(["vision", "nlp", "rl", "audio"], "beartype.beartype")
+    # An int is a float (PEP 484).
+    checker = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+    install_import_hook(["vision", "nlp", "rl", "audio"], checker)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from zoo import plugins
 from zoo.config import build
-from zoo.errors import CardError, UnknownModelError, nearest, shown
+from zoo.errors import CardError, UnknownModelError, WeightsUnavailableError, nearest, shown
 
 CARDS = Path(__file__).resolve().parent.parent / "weights"
 # A file name that is one on every system: no folder, no device of Windows, no endless length.
@@ -94,8 +94,8 @@ class Metric:
 class Weights:
     """One set of weights: what it is, where it is, how its inputs are prepared, how good it is."""
 
-    files: tuple[File, ...]
     licence: str
+    files: tuple[File, ...] = ()  # none: still to be trained
     origin: dict[str, Any] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     default: bool = False
@@ -137,6 +137,8 @@ class Card:
     config: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Weights] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
+    # Tables of `weights` without files: what `zoo train` makes and `zoo publish` fills in.
+    planned: dict[str, Weights] = field(default_factory=dict, metadata={"internal": True})
     name: str = field(default="", metadata={"internal": True})
     folder: Path = field(default=CARDS, metadata={"internal": True})
     tag: str | None = field(default=None, metadata={"internal": True})
@@ -171,10 +173,20 @@ class Card:
             return None
         return self.held.get(name) or read_labels(self.folder / "labels" / f"{name}.txt")
 
+    def to_train(self, tag: str) -> Card:
+        """This card narrowed to weights that are there, or that are still to be trained."""
+        weights = {**self.weights, **self.planned}
+        return replace(self, weights=weights, planned={}).with_tag(tag)
+
     def with_tag(self, tag: str | None) -> Card:
         """This card narrowed to one set of weights, with its overrides; None keeps none."""
         if tag is None:
             return replace(self, weights={}, tag=None)
+        if tag in self.planned:
+            raise WeightsUnavailableError(
+                f"{self.name}.{tag} has not been trained yet; "
+                f"python scripts/train.py {self.name}.{tag} makes it"
+            )
         if tag not in self.weights:
             known = ", ".join(self.weights) or "none"
             raise UnknownModelError(
@@ -215,11 +227,16 @@ def split_name(name: str) -> tuple[str, str | None]:
     return stem, tag or None
 
 
-def card(name: str) -> Card:
+def card(name: str, *, to_train: bool = False) -> Card:
     """The card of a model; a name with a tag gives it narrowed to those weights.
+
+    Args:
+        name: Of the model, with or without a tag.
+        to_train: Also take a tag whose weights are still to be trained.
 
     Raises:
         UnknownModelError: No card has this name, or it has no such tag.
+        WeightsUnavailableError: The tag's weights are still to be trained.
         CardError: The card breaks the format.
     """
     stem, tag = split_name(name)
@@ -228,6 +245,8 @@ def card(name: str) -> Card:
         hint = nearest(stem, known) or " zoo.list_models() has all names"
         raise UnknownModelError(f"no model is named {shown(stem)};{hint}")
     found = read_card(known[stem], name=stem)
+    if tag and to_train:
+        return found.to_train(tag)
     return found.with_tag(tag) if tag else found
 
 
@@ -307,7 +326,9 @@ def parse_card(content: bytes, name: str) -> Card:
         raise CardError(f"card {name} holds a number of {number.bit_length()} bits; TOML's have 64")
     found = replace(build(Card, table, where=f"card {name}", error=CardError), name=name)
     _validate(found, name)
-    return found
+    made = {tag: weights for tag, weights in found.weights.items() if weights.files}
+    planned = {tag: weights for tag, weights in found.weights.items() if not weights.files}
+    return replace(found, weights=made, planned=planned)
 
 
 def _beyond_64_bits(value: Any) -> int | None:
@@ -342,8 +363,8 @@ def _validate(found: Card, name: str) -> None:
     for tag, weights in found.weights.items():
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,31}", tag):
             refuse(f"{shown(tag)} cannot be a tag")
-        if not weights.files:
-            refuse(f"weights.{tag} lists no files")
+        if not weights.files and (weights.default or weights.golden or weights.metrics):
+            refuse(f"weights.{tag} lists no files, and yet what only trained weights have")
         if weights.default and not weights.installed_kinds:
             refuse(f"weights.{tag} is the default, but no source of it is installed with the zoo")
         for name_of_file in filter(None, (weights.labels, weights.golden)):

@@ -252,6 +252,19 @@ def evaluate(name: Positional[str], /, *, data: str | None = None, write: bool =
     return 0 if write or all(result.passed for result in measured) else 1
 
 
+def publish(folder: Positional[Path], name: Positional[str], /) -> int:
+    """Put the weights of a run into weights/, in half precision, and fill in their card.
+
+    Args:
+        folder: weights/ of a run, or the folder of a saved model.
+        name: As resnet18.cifar10; the card has the table [weights.cifar10] already.
+    """
+    from zoo.publishing import publish as run
+
+    print(f"{run(folder, name)}: {name} is written; zoo evaluate {name} --write measures it")
+    return 0
+
+
 def smoke(names: Positional[tuple[str, ...]] = (), /) -> int:
     """The accuracy smoke test: every number of every card with installed weights, measured again.
 
@@ -318,6 +331,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "evaluate": evaluate,
     "smoke": smoke,
+    "publish": publish,
     "train": train,
     "finetune": finetune,
 }

@@ -143,7 +143,8 @@ def resolve(name: str | Path, pretrained: bool | str | Path | None) -> tuple[Car
     are installed with the zoo.
     """
     name = located(name)
-    card = saved_card(name) if isinstance(name, Path) else cards.card(name)
+    untrained = pretrained is False
+    card = saved_card(name) if isinstance(name, Path) else cards.card(name, to_train=untrained)
     tags = [card.tag] if card.tag else []
     if isinstance(pretrained, str):
         if not pretrained or not pretrained.replace("_", "a").replace("-", "a").isalnum():

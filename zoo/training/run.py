@@ -132,8 +132,8 @@ def recipe_of(name: str) -> Recipe:
     """
     base, _, tag = name.partition(".")
     card = cards.card(base)
-    if tag in card.weights:
-        card = card.with_tag(tag)
+    if tag in {**card.weights, **card.planned}:
+        card = card.to_train(tag)
     module = import_module(card.model.partition(":")[0])
     recipes: dict[str, Recipe] = getattr(module, "RECIPES", {})
     if not tag and len(recipes) == 1:
@@ -158,7 +158,7 @@ def make_model(name: str, recipe: Recipe) -> nn.Module:
     torch.manual_seed(seed_of(recipe.seed))
     config, task = recipe.config, recipe.task
     if recipe.init is None:
-        start = name if tag in card.weights else base
+        start = name if tag in {**card.weights, **card.planned} else base
         return registry.load(start, pretrained=False, task=task, **config)
     init = recipe.init if "." in recipe.init else f"{base}.{recipe.init}"
     return registry.load(init, task=task, **config)

@@ -1,0 +1,139 @@
+"""From a card without files over training to weights of the zoo."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from zoo import cards, check, registry
+from zoo.errors import CardError, ConfigError, WeightsError, WeightsUnavailableError
+from zoo.publishing import publish
+
+CARD = """
+# a comment that stays
+model      = "vision.resnet:ResNet"
+task       = "vision.tasks:ImageClassification"
+summary    = "A small network."
+paper      = "https://arxiv.org/abs/1512.03385"
+parameters = 1
+head       = ["fc"]
+
+[config]
+depths = [1, 1, 1, 1]
+width  = 8
+
+[inputs.image]
+dtype = "float32"
+shape = ["batch", 3, "height", "width"]
+example = { batch = 2, height = 32, width = 32 }
+
+[outputs.logits]
+dtype = "float32"
+shape = ["batch", "num_classes"]
+
+[weights.two]
+config  = { num_classes = 2 }
+labels  = "two"
+licence = "MIT"
+
+[weights.two.preprocessing]
+size = 32
+resize = "shorter"
+crop = 32
+interpolation = "bilinear"
+antialias = true
+mean = [0.5, 0.5, 0.5]
+std = [0.2, 0.2, 0.2]
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of cards with weights that are still to be trained."""
+    folder = tmp_path / "weights"
+    (folder / "labels").mkdir(parents=True)
+    (folder / "labels/two.txt").write_text("no\nyes\n")
+    (folder / "small.toml").write_text(CARD)
+    monkeypatch.setattr(cards, "CARDS", folder)
+    return folder
+
+
+@pytest.fixture
+def trained(shelf: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = zoo.load("small.two", pretrained=False)
+    return zoo.save(model, tmp_path / "run", labels=("no", "yes"))
+
+
+def test_weights_that_are_still_to_be_trained_are_planned_and_no_more(shelf: Path) -> None:
+    assert zoo.list_weights("small") == []
+    assert list(zoo.card("small").planned) == ["two"]
+    with pytest.raises(WeightsUnavailableError, match=r"train\.py small\.two makes it"):
+        zoo.load("small.two")
+    with pytest.raises(WeightsUnavailableError, match=r"train\.py small\.two"):
+        zoo.load("small", pretrained="two")
+    model = zoo.load("small.two", pretrained=False)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+    assert registry.card_of(model).preprocessing["crop"] == 32
+
+
+def test_what_only_trained_weights_have_is_refused_without_files(shelf: Path) -> None:
+    (shelf / "small.toml").write_text(CARD.replace("licence =", "default = true\nlicence ="))
+    with pytest.raises(CardError, match="lists no files, and yet"):
+        zoo.card("small")
+
+
+def test_published_weights_are_loaded_by_their_name(shelf: Path, trained: Path) -> None:
+    path = publish(trained, "small.two")
+    assert path == shelf / "small.toml"
+    assert "# a comment that stays" in path.read_text()
+    before, after = zoo.load(trained), zoo.load("small.two", verify="always")
+    for name, tensor in before.state_dict().items():
+        parameter = name in dict(before.named_parameters())
+        expected = tensor.half().float() if parameter else tensor
+        assert torch.equal(after.state_dict()[name], expected), name
+    assert zoo.list_weights("small") == ["small.two"]
+    assert zoo.pipeline("small.two").task.labels == ("no", "yes")
+    table = tomllib.loads(path.read_text())["weights"]["two"]
+    assert table["golden"] == "small.two.golden.safetensors"
+    assert (shelf / table["golden"]).exists()
+    check.check_golden("small")
+    publish(trained, "small.two")  # again, over what is there
+    assert tomllib.loads(path.read_text())["weights"]["two"] == table
+
+
+def test_another_model_than_the_cards_is_refused(
+    shelf: Path, trained: Path, tmp_path: Path
+) -> None:
+    text = (shelf / "small.toml").read_text()
+    with pytest.raises(ConfigError, match=r"write \[weights\.three\] into"):
+        publish(trained, "small.three")
+    with pytest.raises(ConfigError, match="is not on the card"):
+        publish(trained, "small")
+    for old, new, what in (
+        ("num_classes = 2", "num_classes = 3", "config"),
+        ("crop = 32", "crop = 24", "preprocessing"),
+    ):
+        (shelf / "small.toml").write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=f"the {what} of the folder"):
+            publish(trained, "small.two")
+    (shelf / "small.toml").write_text(text)
+    (shelf / "labels/two.txt").write_text("no\nmaybe\n")
+    with pytest.raises(ConfigError, match="the labels of the folder"):
+        publish(trained, "small.two")
+
+
+def test_values_beyond_half_precision_are_refused(
+    shelf: Path, trained: Path, tmp_path: Path
+) -> None:
+    model = zoo.load(trained)
+    with torch.no_grad():
+        model.fc.bias[0] = 1e6
+    folder = zoo.save(model, tmp_path / "large")
+    with pytest.raises(WeightsError, match=r"fc\.bias has values that half precision"):
+        publish(folder, "small.two")
+    assert not list(shelf.glob("*.safetensors"))
