@@ -1,6 +1,7 @@
 """Make `resnet50.cifar10` in two hours on one core: the plain script behind these weights.
 
-    ZOO_DATA=... OMP_NUM_THREADS=1 python scripts/train_resnet50_cifar10.py OUT.safetensors
+    ZOO_DATA=... OMP_NUM_THREADS=1 python scripts/train_resnet50_cifar10.py OUT
+    zoo publish OUT resnet50.cifar10
 
 The images are enlarged to 40, 48, then 64 pixels, so that the ImageNet stem and all keys stay as
 they are. In bfloat16 on a CPU the products of matrices are several times faster than convolutions
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 
 import zoo
 from vision.tasks import ImageClassification
-from zoo import tensorfile
+from zoo import registry
+from zoo.saving import write_folder
 
 SEED = 0
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
@@ -167,11 +169,8 @@ def train(images: Tensor, target: Tensor) -> nn.Module:
     """ResNet-50 from scratch; the running average of its weights, in eval mode."""
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED + 1)
-    model = zoo.load("resnet50", num_classes=10).train()
-    for name, module in model.named_modules():
-        if name.endswith("bn3"):
-            nn.init.zeros_(module.weight)  # every block begins as the identity
-    average = zoo.load("resnet50", num_classes=10)
+    model = zoo.load("resnet50.cifar10", pretrained=False).train()
+    average = zoo.load("resnet50.cifar10", pretrained=False)
     average.load_state_dict(as_products(model).state_dict())
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
@@ -203,13 +202,14 @@ def train(images: Tensor, target: Tensor) -> nn.Module:
 
 
 def main(out: Path) -> None:
-    """Train and write the weights: fp16, the statistics of norms fp32."""
+    """Train and save."""
     model = train(*read("train"))
-    state = {
-        name: tensor.half() if "running" not in name and tensor.is_floating_point() else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    tensorfile.write(out, state, {"model": "resnet50.cifar10"})
+    origin = {"trained_by": "refzoo", "command": "python scripts/train_resnet50_cifar10.py OUT"}
+    origin |= {"seed": str(SEED), "data": "CIFAR-10 train"}
+    card = registry.card_of(model)
+    write_folder(
+        model, out, tag="cifar10", labels=card.labels, licence="MIT", origin=origin, auxiliary={}
+    )
 
 
 if __name__ == "__main__":
