@@ -14,6 +14,8 @@ from zoo.errors import CardError, ConfigError, UnknownModelError, nearest, shown
 from zoo.files import sha256_of
 from zoo.pipeline import Pipeline, pipeline
 
+TOLERANCE = 0.002  # of a number that the card does not state yet
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -80,8 +82,7 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
 def write_metrics(measured: list[Measured]) -> Path:
     """Write measured values into their card, leaving every other line as it is.
 
-    Raises:
-        CardError: The card has no such metric.
+    A metric that the card does not state yet gets a table of its own.
     """
     import tomlkit
 
@@ -91,16 +92,17 @@ def write_metrics(measured: list[Measured]) -> Path:
     stem, _, tag = measured[0].model.partition(".")
     path = CARDS / f"{stem}.toml"
     document: Any = tomlkit.parse(path.read_text("utf-8"))
-    entries = document["weights"][tag].get("metrics", [])
+    entries = document["weights"][tag].setdefault("metrics", tomlkit.aot())
     for result in measured:
         entry = next((e for e in entries if e["name"] == result.metric), None)
         if entry is None:
-            raise CardError(
-                f"card {stem} has no metric {result.metric!r} under weights.{tag}; add its table "
-                "first"
-            )
+            entry = tomlkit.table()
+            entry["name"] = result.metric
+            entries.append(entry)
         entry["value"], entry["n"] = round(result.value, 4), result.n
+        entry.setdefault("tolerance", TOLERANCE)
         entry["data_sha256"] = result.data_sha256
+        entry.setdefault("command", f"python scripts/evaluate.py {result.model}")
     write_atomically(path, tomlkit.dumps(document).encode())
     return path
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import zoo
-from zoo import cards, check, registry
+from zoo import cards, check, evaluation, registry
 from zoo.errors import CardError, ConfigError, WeightsError, WeightsUnavailableError
 from zoo.publishing import publish
 
@@ -137,3 +138,15 @@ def test_values_beyond_half_precision_are_refused(
     with pytest.raises(WeightsError, match=r"fc\.bias has values that half precision"):
         publish(folder, "small.two")
     assert not list(shelf.glob("*.safetensors"))
+
+
+def test_a_number_that_is_new_gets_a_table_on_the_card(shelf: Path, trained: Path) -> None:
+    publish(trained, "small.two")
+    value = evaluation.Measured("small.two", "set/test/top1", 0.123456, 7, "ab" * 32, None)
+    evaluation.write_metrics([value])
+    evaluation.write_metrics([replace(value, value=0.5)])
+    (metric,) = zoo.card("small").weights["two"].metrics
+    assert (metric.name, metric.value, metric.n) == ("set/test/top1", 0.5, 7)
+    assert metric.tolerance == evaluation.TOLERANCE
+    assert metric.command == "python scripts/evaluate.py small.two"
+    assert "# a comment that stays" in (shelf / "small.toml").read_text()

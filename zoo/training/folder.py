@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from zoo import __version__, cards, files, registry
 from zoo.cards import Metric
 from zoo.errors import ConfigError, shown
+from zoo.evaluation import TOLERANCE
 from zoo.saving import card_text, write_folder
 from zoo.training import checkpoint, distributed
 from zoo.training.recipe import Recipe, from_plain, to_plain
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 Resume = Literal["auto", "never"] | Path
 FREE = ("workers", "keep", "checkpoint_every")  # of a recipe, what may differ in a resumed run
-TOLERANCE = 0.002  # of a number that is measured again, on another machine
 
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
