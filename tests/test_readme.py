@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -31,6 +33,17 @@ def test_the_lines_under_use_run(fresh_python, tmp_path):
     )
     fresh_python("import sys; folder = sys.argv[1]\n" + code, str(tmp_path))
     assert {p.suffix for p in tmp_path.rglob("*.*")} >= {".safetensors", ".toml", ".onnx"}
+
+
+def test_the_lines_under_train_run(fresh_python, tmp_path):
+    for color in ("red", "blue"):
+        (tmp_path / color).mkdir()
+        for index in range(5):
+            Image.new("RGB", (48, 40 + index), color).save(tmp_path / color / f"{index}.png")
+    code = "import sys, zoo; folder = sys.argv[1]\n" + python_blocks(README)[2]
+    code = code.replace('"photos/", epochs=5', "folder, epochs=1, out=folder + '-run'")
+    out = fresh_python(code + "print(done.metrics)\n", str(tmp_path))
+    assert "validation/top1" in out
 
 
 def test_table_and_tree_are_those_of_the_cards_and_the_files():
