@@ -172,6 +172,7 @@ def test_a_size_takes_the_place_of_the_cards_and_keeps_its_margin() -> None:
     assert torch.equal(augmented(image, spec, 3, size=16), prepare(image, spec, 3))
 
 
+@pytest.mark.prove
 def test_a_file_is_augmented_in_well_under_a_millisecond(tmp_path) -> None:
     import time
 

@@ -82,6 +82,7 @@ def test_a_recipe_reproduces_its_run(done, tmp_path):
     assert difference(outcome(done.folder), outcome(tmp_path / "again")) is None
 
 
+@pytest.mark.untyped  # the shape checks draw from Python's own random numbers
 @pytest.mark.parametrize("damage", ["missing", "empty", "a byte short", "a bit flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(done, tmp_path, damage):
     name, recipe = read_recipe(done.folder / "recipe.json")
@@ -180,6 +181,7 @@ def test_data_of_more_classes_than_the_model_has_are_refused(world, tmp_path):
         train("tiny.small", recipe, tmp_path, quiet=True)
 
 
+@pytest.mark.untyped  # the shape checks draw from Python's own random numbers
 def test_a_signal_ends_a_validation_within_a_batch(world, tmp_path, monkeypatch):  # TRN-10
     """The model takes 50 ms an item; a run of 12 items would go on for a second or more."""
     seen = []
