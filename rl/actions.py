@@ -221,7 +221,7 @@ class Normal:
 
     def decode(self, action: np.ndarray) -> np.ndarray:
         """What the environment takes, within its bounds: (n, latent) -> (n, *shape) of float32."""
-        low, high = np.float32(self.low), np.float32(self.high)
+        low, high = (np.array(side, np.float32) for side in (self.low, self.high))
         if self.bound == "tanh":
             half = np.asarray(self.half_width)
             action = np.asarray(self.low) + half * (1 + np.tanh(action.astype(np.float64)))
@@ -302,7 +302,7 @@ class Joint:
         """Whether masks leave something to choose in every part."""
         cut = np.split(mask, np.cumsum([part.masks for part in self.parts])[:-1], -1)
         each = [part.allowed(own) for part, own in zip(self.parts, cut, strict=True)]
-        return np.logical_and.reduce(each)
+        return np.asarray(np.stack(each).all(0))
 
     def decode(self, action: np.ndarray) -> Any:
         """What the environments take, as Gymnasium batches it."""
