@@ -486,6 +486,15 @@ def tree_of(space: Any, bound: Literal["clip", "tanh"] = "clip") -> Node:
     )
 
 
+def bound_of(node: Node) -> Literal["clip", "tanh"]:
+    """What keeps the real numbers of a tree within their bounds; "clip" where it has none."""
+    if isinstance(node, Normal):
+        return node.bound
+    inner = node.parts if isinstance(node, Joint) else ()
+    inner = node.options if isinstance(node, Choice) else inner
+    return "tanh" if "tanh" in map(bound_of, inner) else "clip"
+
+
 def to_plain(node: Node) -> dict[str, Any]:
     """The tree as JSON and TOML hold it; `from_plain` gives an equal one."""
     found: dict[str, Any] = {"kind": type(node).__name__}
