@@ -204,8 +204,6 @@ def test_a_run_that_was_ended_anywhere_goes_on_exactly(kind: str, tmp_path: Path
     assert whole.iterations == 4
     for ended in range(1, 4):
         folder = tmp_path / str(ended)
-        vector = make(env, 4, seed=0)
-        vector.close()
         killed = replace(recipe, checkpoint_every=1)
         _end_after(env, killed, folder, ended)
         result = train(env, killed, folder)
