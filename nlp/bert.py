@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class BertConfig:
     num_heads: int = 12  # A
     mlp_dim: int = 3072  # 4H
     max_length: int = 512  # tokens of a row that are attended to
-    type_vocab_size: int = 2  # segments A and B
+    type_vocab_size: int = 2  # segments A and B; with fewer than two, segments are not read
     norm_eps: float = 1e-12
     dropout: float = 0.1  # of hidden states and of attention weights
     pad_id: int = 0
@@ -56,9 +56,11 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "max_length")
-        for name in (*sizes, "type_vocab_size", "num_classes"):
+        for name in (*sizes, "num_classes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it takes at least 1")
+        if self.type_vocab_size < 0:
+            raise ConfigError(f"type_vocab_size is {self.type_vocab_size}; it takes at least 0")
         if self.embed_dim % self.num_heads:
             raise ConfigError(
                 f"embed_dim is {self.embed_dim}, which {self.num_heads} heads do not divide; "
@@ -71,6 +73,11 @@ class BertConfig:
                 f"pad_id is {self.pad_id}; it takes an id below the vocabulary's {self.vocab_size}"
             )
 
+    @property
+    def first_position(self) -> int:
+        """Row of the table of positions that the first token of a text takes."""
+        return 0
+
 
 class Embeddings(nn.Module):
     """Sum of word, position and segment embeddings, normalised (figure 2)."""
@@ -79,8 +86,9 @@ class Embeddings(nn.Module):
         super().__init__()
         dim = config.embed_dim
         self.word_embeddings = nn.Embedding(config.vocab_size, dim, padding_idx=config.pad_id)
-        self.position_embeddings = nn.Embedding(config.max_length, dim)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, dim)
+        self.position_embeddings = nn.Embedding(config.first_position + config.max_length, dim)
+        if config.type_vocab_size:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, dim)
         self.LayerNorm = nn.LayerNorm(dim, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -91,8 +99,27 @@ class Embeddings(nn.Module):
         token_type_ids: Int[Tensor, "batch tokens"],
     ) -> Float[Tensor, "batch tokens dim"]:
         """First hidden states."""
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        x = self.word_embeddings(input_ids)
+        if hasattr(self, "token_type_embeddings"):
+            x = x + self.token_type_embeddings(token_type_ids)
         return self.dropout(self.LayerNorm(x + self.position_embeddings(positions)))
+
+
+def attend(
+    query: Float[Tensor, "batch tokens dim"],
+    key: Float[Tensor, "batch tokens dim"],
+    value: Float[Tensor, "batch tokens dim"],
+    mask: Bool[Tensor, "batch 1 queries tokens"],
+    num_heads: int,
+    dropout: float,
+) -> Float[Tensor, "batch tokens dim"]:
+    """Scaled dot-product attention of every head, side by side."""
+    query, key, value = (
+        x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # batch heads tokens dim
+        for x in (query, key, value)
+    )
+    x = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    return x.transpose(1, 2).flatten(2)
 
 
 class SelfAttention(nn.Module):
@@ -109,14 +136,8 @@ class SelfAttention(nn.Module):
         self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
     ) -> Float[Tensor, "batch tokens dim"]:
         """Values averaged by the match of their keys with each query."""
-        query, key, value = (
-            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # batch heads tokens dim
-            for project in (self.query, self.key, self.value)
-        )
-        x = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
-        )
-        return x.transpose(1, 2).flatten(2)
+        dropout = self.dropout if self.training else 0.0
+        return attend(self.query(x), self.key(x), self.value(x), mask, self.num_heads, dropout)
 
 
 class AddNorm(nn.Module):
@@ -156,37 +177,73 @@ class Layer(nn.Module):
         return self.output(F.gelu(self.intermediate["dense"](x)), x)
 
 
-class MaskedLanguageHead(nn.Module):
-    """Scores of every word at every position; the output matrix is the word embedding."""
+class WordScores(nn.Module):
+    """Scores of every word at every position; the matrix is that of the word embeddings."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.transform = nn.ModuleDict(
-            {
-                "dense": nn.Linear(config.embed_dim, config.embed_dim),
-                "LayerNorm": nn.LayerNorm(config.embed_dim, eps=config.norm_eps),
-            }
-        )
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(
         self, x: Float[Tensor, "batch tokens dim"], words: Float[Tensor, "vocab dim"]
     ) -> Float[Tensor, "batch tokens vocab"]:
         """Logits over the vocabulary."""
-        x = self.transform["LayerNorm"](F.gelu(self.transform["dense"](x)))
         return F.linear(x, words, self.bias)
 
 
+class MaskedLanguageHead(WordScores):
+    """A layer of its own, and the scores of every word at every position."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.transform = nn.ModuleDict(
+            {
+                "dense": nn.Linear(config.embed_dim, config.embed_dim),
+                "LayerNorm": nn.LayerNorm(config.embed_dim, eps=config.norm_eps),
+            }
+        )
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens dim"], words: Float[Tensor, "vocab dim"]
+    ) -> Float[Tensor, "batch tokens vocab"]:
+        """Logits over the vocabulary."""
+        x = self.transform["LayerNorm"](F.gelu(self.transform["dense"](x)))
+        return super().forward(x, words)
+
+
 class Bert(nn.Module):
-    """BERT with the head of `config.task`."""
+    """BERT with the head of `config.task`; its kin differ in names, positions and heads."""
+
+    # How this family's files name things: the body, its stack, and the heads.
+    body_name: ClassVar[str] = "bert"
+    stack_name: ClassVar[str] = "encoder"
+    head_names: ClassVar[tuple[str, ...]] = ("bert.pooler", "classifier", "cls")
+    # The output matrix and bias, which some files store a second time under the name of a layer.
+    copies: ClassVar[dict[str, str]] = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    # Tensors of published files that a task may do without: what pretraining needed, and copies.
+    optional: ClassVar[re.Pattern[str]] = re.compile(
+        r"bert\.embeddings\.position_ids|bert\.pooler\.dense\.(weight|bias)"
+        r"|cls\.predictions\.(bias|decoder\.(weight|bias)"
+        r"|transform\.(dense|LayerNorm)\.(weight|bias))"
+        r"|cls\.seq_relationship\.(weight|bias)"
+    )
+    make_layer: ClassVar[type[nn.Module]] = Layer
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
-        layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.bert = nn.ModuleDict(
-            {"embeddings": Embeddings(config), "encoder": nn.ModuleDict({"layer": layers})}
-        )
+        layers = nn.ModuleList(self.make_layer(config) for _ in range(config.num_layers))
+        stack = nn.ModuleDict({"layer": layers})
+        body = nn.ModuleDict({"embeddings": Embeddings(config), self.stack_name: stack})
+        self.add_module(self.body_name, body)
+        self.make_head(config)
+        self.apply(self.init_weights)
+
+    def make_head(self, config: BertConfig) -> None:
+        """The modules that only the task needs."""
         if config.task == "text-classification":
             dense = nn.Linear(config.embed_dim, config.embed_dim)
             self.bert["pooler"] = nn.ModuleDict({"dense": dense})
@@ -194,7 +251,14 @@ class Bert(nn.Module):
             self.classifier = nn.Linear(config.embed_dim, config.num_classes)
         elif config.task == "fill-mask":
             self.cls = nn.ModuleDict({"predictions": MaskedLanguageHead(config)})
-        self.apply(self.init_weights)
+
+    def score_words(self, x: Tensor, words: Tensor) -> Tensor:
+        """Logits (batch, tokens, vocab) of hidden states and the matrix of word embeddings."""
+        return self.cls["predictions"](x, words)
+
+    def score_classes(self, first: Tensor) -> Tensor:
+        """Logits (batch, classes) of the hidden states of the first tokens."""
+        return self.classifier(self.dropout(torch.tanh(self.bert["pooler"]["dense"](first))))
 
     @staticmethod
     def init_weights(module: nn.Module) -> None:
@@ -206,7 +270,7 @@ class Bert(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, nn.Linear | nn.LayerNorm | MaskedLanguageHead):
+        if isinstance(module, nn.Linear | nn.LayerNorm | WordScores):
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             nn.init.zeros_(module.weight.detach()[module.padding_idx])
@@ -235,12 +299,17 @@ class Bert(nn.Module):
         mask = self._mask(input_ids, attention_mask)
         self._check(input_ids, mask)
         input_ids = torch.where(mask, input_ids, self.config.pad_id)
-        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids * mask
-        x = self.bert["embeddings"](input_ids, _positions(mask), segments)
+        if token_type_ids is None or self.config.type_vocab_size < 2:
+            segments = torch.zeros_like(input_ids)
+        else:
+            segments = token_type_ids * mask
+        body = self.get_submodule(self.body_name)
+        positions = _positions(mask) + self.config.first_position
+        x = body["embeddings"](input_ids, positions, segments)
         # One row of the mask a query: with a single row for all, ONNX's Attention does not run.
         attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
         recompute = self.config.gradient_checkpointing and self.training
-        for layer in self.bert["encoder"]["layer"]:
+        for layer in body[self.stack_name]["layer"]:
             x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
         # Backends differ in what attention gives to a row without tokens.
         return torch.where(mask[..., None], x, 0)
@@ -259,13 +328,12 @@ class Bert(nn.Module):
         """
         x = self.features(input_ids, attention_mask, token_type_ids)
         if self.config.task == "fill-mask":
-            words = self.bert["embeddings"].word_embeddings.weight
-            return self.cls["predictions"](x, words)
+            embeddings = self.get_submodule(f"{self.body_name}.embeddings")
+            return self.score_words(x, embeddings.word_embeddings.weight)
         mask = self._mask(input_ids, attention_mask)
         first = mask & (_positions(mask) == 0)
         if self.config.task == "text-classification":
-            x = torch.tanh(self.bert["pooler"]["dense"](_mean(x, first)))
-            return self.classifier(self.dropout(x))
+            return self.score_classes(_mean(x, first))
         x = _mean(x, mask if self.config.pooling == "mean" else first)
         length = x.norm(dim=-1, keepdim=True)
         # Not a small constant: the gradient of a zero vector would be divided by it, and overflow.
@@ -273,31 +341,33 @@ class Bert(nn.Module):
 
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the text to the answer: embeddings, each layer, the task's head."""
-        layers = [[f"bert.encoder.layer.{i}"] for i in range(self.config.num_layers)]
-        return [["bert.embeddings"], *layers, ["bert.pooler", "classifier", "cls"]]
+        stack = f"{self.body_name}.{self.stack_name}.layer"
+        layers = [[f"{stack}.{i}"] for i in range(self.config.num_layers)]
+        return [[f"{self.body_name}.embeddings"], *layers, list(self.head_names)]
 
     def convert_keys(self, names: Iterable[str]) -> dict[str, str | None]:
         """This model's name of every stored tensor, or None for one that the task does not need.
 
-        Knows every form in which BERT is published: with or without the prefix ``bert.``, layer
+        Knows every form in which BERT is published: with or without the name of the body, layer
         norms named weight/bias or gamma/beta, with position ids, pretraining heads, and copies of
         the tied output matrix and bias: a copy gets the name of its original, which it must equal.
         A name of no known form stands for itself.
         """
         names, own = list(names), set(self.state_dict())
-        copies = COPIES if self.config.task == "fill-mask" else {}
-        bare = not any(name.startswith("bert.") for name in names)
+        copies = self.copies if self.config.task == "fill-mask" else {}
+        bare = not any(name.startswith(f"{self.body_name}.") for name in names)
         found: dict[str, str | None] = {name: name for name in names}
         taken = own & found.keys()
         for name in (n for n in names if n not in own):
             new = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
             new = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", new)
             if bare:
-                new = re.sub(r"^(?=(embeddings|encoder|pooler)\.)", "bert.", new)
+                parts = rf"^(?=(embeddings|{self.stack_name}|pooler)\.)"
+                new = re.sub(parts, f"{self.body_name}.", new)
             if new in own and new not in taken:
                 found[name] = new
                 taken.add(new)
-            elif new not in own and OPTIONAL.fullmatch(new):
+            elif new not in own and self.optional.fullmatch(new):
                 del found[name]  # a copy comes last, so that its original is the one in use
                 found[name] = copies.get(new)
         return found
@@ -319,19 +389,6 @@ class Bert(nn.Module):
                     f"token id {low if low < 0 else high} is not in the vocabulary of "
                     f"{vocabulary} tokens; use the tokenizer that belongs to these weights"
                 )
-
-
-# The output matrix and bias, which some files store a second time under the name of a layer.
-COPIES = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-# Tensors of published files that a task may do without: what pretraining needed, and copies.
-OPTIONAL = re.compile(
-    r"bert\.embeddings\.position_ids|bert\.pooler\.dense\.(weight|bias)"
-    r"|cls\.predictions\.(bias|decoder\.(weight|bias)|transform\.(dense|LayerNorm)\.(weight|bias))"
-    r"|cls\.seq_relationship\.(weight|bias)"
-)
 
 
 def _positions(mask: Bool[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:

@@ -110,6 +110,10 @@ class Tokenizer:
         """The token as the vocabulary writes it; one that continues a word starts with ``##``."""
         return self.model.id_to_token(index)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without [CLS], [SEP] and other special ones."""
+        return self.model.decode(list(ids), skip_special_tokens=True)
+
     def _tokens(self, text: str) -> tokenizers.Encoding:
         try:
             text.encode()

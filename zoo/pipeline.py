@@ -32,6 +32,8 @@ class Pipeline:
         self.card = registry.card_of(model)
         self.task = registry.make_task(model)
         self.batch_size = batch_size
+        # A task whose answer takes more than one call of the model says how, in `run`.
+        self._run = getattr(self.task, "run", _forward)
         self._decodes_samples = "samples" in inspect.signature(self.task.decode).parameters
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
@@ -45,33 +47,34 @@ class Pipeline:
             DataError: An item cannot be read, or the list is empty.
             ConfigError: The task has no such option.
         """
-        reading, decoding = self._split(options)
+        split = self._split(options)
         if not isinstance(inputs, list):
-            return self._answers([inputs], reading, decoding)[0]
+            return self._answers([inputs], *split)[0]
         if not inputs:
             raise DataError("the list of inputs is empty; give at least one item")
-        answers = self._answers(inputs, reading, decoding)
+        answers = self._answers(inputs, *split)
         gather = getattr(self.task, "gather", None)
         return gather(answers) if gather else answers
 
-    def _split(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options of reading and options of decoding."""
-        read = _keywords(self.task.read)
-        decode = _keywords(self.task.decode)
+    def _split(self, options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        """Options of reading, of running the model and of decoding."""
+        steps = [_keywords(s) for s in (self.task.read, self._run, self.task.decode)]
+        known = set().union(*steps)
         for name in options:
-            if name not in read | decode:
-                able = ", ".join(sorted(read | decode)) or "none"
+            if name not in known:
+                able = ", ".join(sorted(known)) or "none"
                 raise ConfigError(
-                    f"{self.task.name} has no option "
-                    f"{shown(name)};{nearest(name, read | decode)} it has {able}"
+                    f"{self.task.name} has no option {shown(name)};{nearest(name, known)} "
+                    f"it has {able}"
                 )
-        return (
-            {k: v for k, v in options.items() if k in read},
-            {k: v for k, v in options.items() if k in decode},
-        )
+        return tuple({k: v for k, v in options.items() if k in step} for step in steps)
 
     def _answers(
-        self, inputs: Sequence[Any], reading: dict[str, Any], decoding: dict[str, Any]
+        self,
+        inputs: Sequence[Any],
+        reading: dict[str, Any],
+        running: dict[str, Any],
+        decoding: dict[str, Any],
     ) -> list[Any]:
         import torch
 
@@ -81,7 +84,7 @@ class Pipeline:
             for indices, samples in self._batches(inputs, reading):
                 batch = self.task.collate(samples)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                outputs = self.model(**_as_model(batch, self.model))
+                outputs = self._run(self.model, _as_model(batch, self.model), **running)
                 if self._decodes_samples:
                     decoding = {**decoding, "samples": samples}
                 decoded = self.task.decode(outputs, **decoding)
@@ -174,6 +177,10 @@ def _read(
             raise
         raise DataError(f"item {index}: {error.line}", *error.details) from error
     return sample
+
+
+def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return model(**batch)
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:

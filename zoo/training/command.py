@@ -23,7 +23,7 @@ class Train:
 
     `zoo train NAME.TAG --help` shows the values of that recipe. Under torchrun it trains on several
     processes. --optimizer and --schedule choose another kind (SGD, AdamW, Lion, LAMB, Muon; Cosine,
-    Linear, Poly, OneCycle, Plateau, Constant); its fields are then flags.
+    Linear, Poly, OneCycle, Plateau, Constant, InverseRoot); its fields are then flags.
 
     Attributes:
         name: Weights to make, for example resnet18.cifar10; a model alone takes the default recipe.

@@ -288,8 +288,25 @@ class Constant:
         _check(self, warmup=_share(self.warmup))
 
 
+@dataclass(frozen=True, kw_only=True)
+class InverseRoot:
+    """Linear warm-up, then the inverse square root of the step.
+
+    Attributes:
+        warmup: Share of all steps, in [0, 1]; without one the first step has the highest rate.
+
+    Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 3, whose highest rate is
+        ``(d_model * warmup_steps) ** -0.5``.
+    """
+
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, warmup=_share(self.warmup))
+
+
 Optimizer = SGD | AdamW | Lion | LAMB | Muon
-Schedule = Cosine | Linear | Poly | OneCycle | Plateau | Constant
+Schedule = Cosine | Linear | Poly | OneCycle | Plateau | Constant | InverseRoot
 
 
 @dataclass(frozen=True, kw_only=True)

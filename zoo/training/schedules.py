@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zoo.training.recipe import Constant, Cosine, Linear, OneCycle, Plateau, Poly, Schedule
+from zoo.training.recipe import (
+    Constant,
+    Cosine,
+    InverseRoot,
+    Linear,
+    OneCycle,
+    Plateau,
+    Poly,
+    Schedule,
+)
 
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
@@ -40,6 +49,8 @@ def factor(schedule: Schedule, step: int, total_steps: int) -> float:
             return 1.0 + (final - 1.0) * gone
         case Poly(power=power):
             return float((1.0 - gone) ** power)
+        case InverseRoot():
+            return math.sqrt(max(warm_steps, 1) / (step + 1))
         case Constant():
             return 1.0
 

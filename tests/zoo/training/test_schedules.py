@@ -4,7 +4,16 @@ import math
 
 import pytest
 
-from zoo.training.recipe import Constant, Cosine, Linear, OneCycle, Plateau, Poly, Schedule
+from zoo.training.recipe import (
+    Constant,
+    Cosine,
+    InverseRoot,
+    Linear,
+    OneCycle,
+    Plateau,
+    Poly,
+    Schedule,
+)
 from zoo.training.schedules import Lowering, factor
 
 
@@ -26,6 +35,8 @@ from zoo.training.schedules import Lowering, factor
         (OneCycle(peak=0.0), [1, None, None, None, 1e-4]),
         (OneCycle(peak=1.0, start=0.0), [0, None, 0.5, None, 1]),
         (Plateau(), [1, 1, 1, 1, 1]),
+        (InverseRoot(), [1, 2**-0.5, 3**-0.5, 0.5, 5**-0.5]),
+        (InverseRoot(warmup=0.5), [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
     ],
 )
 def test_four_steps_and_the_end(schedule: Schedule, values: list[float | None]) -> None:
@@ -36,7 +47,7 @@ def test_four_steps_and_the_end(schedule: Schedule, values: list[float | None]) 
 
 
 def test_one_step_has_the_whole_rate() -> None:
-    for schedule in (Cosine(), Linear(), Poly(), Constant(), Cosine(warmup=1.0)):
+    for schedule in (Cosine(), Linear(), Poly(), Constant(), InverseRoot(), Cosine(warmup=1.0)):
         assert factor(schedule, 0, 1) == 1
 
 
@@ -63,3 +74,13 @@ def test_a_first_value_that_is_no_number_sets_no_best() -> None:
     lowering.measured(math.nan)
     lowering.measured(-3.0)
     assert lowering.state_dict() == {"factor": 1.0, "best": -3.0, "stale": 0}
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(1, 1.7469e-7), (4000, 6.9877e-4), (100_000, 1.3975e-4)]
+)
+def test_the_transformers_rate_is_that_of_its_equation(step: int, rate: float) -> None:
+    highest = (512 * 4000) ** -0.5
+    found = highest * factor(InverseRoot(warmup=0.04), step - 1, 100_000)
+    assert found == pytest.approx(rate, rel=1e-4)
+    assert found == pytest.approx(512**-0.5 * min(step**-0.5, step * 4000**-1.5), rel=1e-12)
