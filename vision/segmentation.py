@@ -5,7 +5,7 @@ Source: Isensee et al. 2018 (loss, normalisation), https://arxiv.org/abs/1809.10
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from vision.losses import deeply_supervised, dice_cross_entropy
+from vision.metrics import dice
 from zoo.cards import Card
 from zoo.data import Dataset
 from zoo.errors import DataError, shown
@@ -144,6 +145,36 @@ class VolumeSegmentation:
             voxels = {names[index]: int(counts[index]) for index in range(1, classes)}
             answers.append({"mask": mask, "voxels": voxels})
         return answers
+
+    def measure(
+        self,
+        predict: Callable[..., list[dict[str, Any]]],
+        examples: Iterable[tuple[Any, Any]],
+    ) -> dict[str, float]:
+        """Dice coefficients in [0, 1], means over the volumes; two empty masks count as 1.
+
+        Args:
+            predict: Answers for a list of raw volumes, for example a pipeline.
+            examples: Raw volumes with the class of every voxel; they are streamed.
+
+        Returns:
+            ``dice_LABEL`` for every label but the background, and ``dice``, their mean.
+
+        Raises:
+            DataError: There are no examples, or labels are no whole numbers or of another size.
+        """
+        sums: dict[str, float] = {}
+        count = 0
+        for raw, target in examples:
+            (answer,) = predict([raw])
+            for index, name in enumerate(answer["voxels"], 1):
+                found = dice(answer["mask"], target, empty="one", label=index)
+                sums[f"dice_{name}"] = sums.get(f"dice_{name}", 0.0) + found
+            count += 1
+        if not count:
+            raise DataError("there are no examples to measure on; check the split")
+        measured = {name: total / count for name, total in sums.items()}
+        return {"dice": sum(measured.values()) / len(measured), **measured}
 
     def graph(self, model: nn.Module) -> nn.Module:
         """The network from intensities to logits, normalisation included."""
