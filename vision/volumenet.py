@@ -17,14 +17,15 @@ from zoo.errors import ConfigError, DataError, shown
 Axes = tuple[int, int, int]  # one number for each of depth, height and width
 
 
-def check_volumes(volume: Tensor, in_channels: int, multiple: Axes) -> None:
+def check_volumes(volume: Tensor, in_channels: int, multiple: Axes | None = None) -> None:
     """Refuse what is no batch of volumes for this network; an exported graph holds nothing of it.
 
     Args:
         volume: Input of the network.
         in_channels: Channels that it takes.
         multiple: Product of its strides along every axis. Its coarsest map is the volume's size
-            over that, rounded up, and a norm over space has to find two voxels there.
+            over that, rounded up, and a norm over space has to find two voxels there. None where
+            there is no such norm.
 
     Raises:
         DataError: Other axes, other channels, integers, or too few voxels.
@@ -44,7 +45,7 @@ def check_volumes(volume: Tensor, in_channels: int, multiple: Axes) -> None:
             f"the volume is {str(volume.dtype).removeprefix('torch.')}; the model takes normalised "
             "floats, as zoo.preprocess(name) makes them"
         )
-    if torch.compiler.is_compiling():
+    if multiple is None or torch.compiler.is_compiling():
         return
     if all(size <= most for size, most in zip(volume.shape[2:], multiple, strict=True)):
         raise DataError(
