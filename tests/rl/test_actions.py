@@ -227,6 +227,7 @@ def test_entropy_is_the_mean_of_minus_log_prob() -> None:
     assert mean.item() == pytest.approx(tree.entropy(params).item(), abs=0.02)
 
 
+@pytest.mark.untyped  # what the annotations rule out is refused without them too
 @pytest.mark.parametrize(
     ("make", "words"),
     [
