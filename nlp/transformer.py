@@ -451,7 +451,8 @@ class TransformerClassifier(nn.Module):
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the text to the answer."""
         layers = [[f"encoder.layers.{i}"] for i in range(self.config.num_layers)]
-        return [["embeddings"], *layers, ["encoder.norm", "classifier"]]
+        layers[-1].append("encoder.norm")
+        return [["embeddings"], *layers, ["classifier"]]
 
 
 def _embed(

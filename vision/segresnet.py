@@ -175,7 +175,8 @@ class SegResNet(nn.Module):
         """Key prefixes from the volume to the answer: stem, encoder, decoder, head."""
         down = [[f"down_layers.{i}"] for i in range(len(self.down_layers))]
         up = [[f"up_samples.{i}", f"up_layers.{i}"] for i in range(len(self.up_layers))]
-        return [["convInit"], *down, *up, ["conv_final"]]
+        up[-1].append("conv_final.0")  # the norm before the head
+        return [["convInit"], *down, *up, ["conv_final.2"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
         """Stored tensors to replace so that the weights take this network's input channels.

@@ -86,7 +86,7 @@ def test_predict_ranks_texts_by_their_likeness_to_the_first(capsys):
         (["export", "resnet51", "out"], "resnet50"),
         (["smoke", "resnet18"], "resnet18"),
         (["pull", "resnet51"], "resnet50"),
-        (["pull", "resnet50"], "resnet50.imagenet1k_v1, resnet50.imagenet1k_v2"),
+        (["pull", "resnet101"], "resnet101.imagenet1k_v1, resnet101.imagenet1k_v2"),
         (["pull", "resnet50.imagenet1k_v2"], "put resnet50-11ad3fa6.pth into a folder"),
         (["verify", "resnet51"], "resnet50"),
         (["convert", "no.pth", "resnet18"], "no.pth"),
