@@ -147,7 +147,7 @@ class Normal:
         if self.bound not in ("clip", "tanh"):
             raise ConfigError(f"bound is {shown(self.bound)}; it is 'clip' or 'tanh'")
         if len(self.low) != len(self.high) or any(
-            not a < b for a, b in zip(self.low, self.high, strict=False)
+            not a < b for a, b in zip(self.low, self.high, strict=True)
         ):
             raise ConfigError(
                 f"bounds are {shown(self.low)} and {shown(self.high)}; each low is below its high"

@@ -12,6 +12,7 @@ each mode, and still have some in 1.4.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -114,7 +115,7 @@ def _step(env: gymnasium.Env[Any, Any], action: Any) -> Any:
     return env.step(action)
 
 
-class Vector:
+class Vector(ABC):
     """n environments. `Serial` and `Adapted` are the two kinds.
 
     Args:
@@ -150,6 +151,7 @@ class Vector:
         self.steps = 0  # taken of every environment
         self._reward, self._length = np.zeros(num_envs), np.zeros(num_envs, np.int64)
 
+    @abstractmethod
     def step(self, latent: np.ndarray) -> Step:
         """Act on `obs`.
 
@@ -160,19 +162,18 @@ class Vector:
             DataError: An environment raised an error, or its mask allows nothing.
             NonFiniteError: An observation or a reward is not finite.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> dict[str, Any] | None:
         """All that changes, or None if that cannot be known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what `state` gave."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Close the environments."""
-        raise NotImplementedError
 
     def _count(self, step: Step) -> Step:
         """Check a step and add it to the statistics."""

@@ -122,6 +122,20 @@ def spread_input(weight: Tensor, in_channels: int) -> Tensor:
     return (wide.sum(dim=1, keepdim=True) / in_channels).repeat_interleave(in_channels, dim=1)
 
 
+def adapted_stem(
+    name: str, tensors: dict[str, Tensor], stored: int, wanted: int
+) -> dict[str, Tensor]:
+    """Stored tensors to replace so that weights take another number of input channels.
+
+    Args:
+        name: Of the kernel of the first convolution.
+        tensors: Stored tensors by name.
+        stored: Channels that they were made for.
+        wanted: Channels of the network.
+    """
+    return {} if stored == wanted else {name: spread_input(tensors[name], wanted)}
+
+
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     """The block's output; what is inside is computed again in the backward pass instead of kept.
 

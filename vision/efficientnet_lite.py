@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import DropPath, check_images, checkpointed, hold_norms, spread_input
+from vision.convnet import DropPath, adapted_stem, check_images, checkpointed, hold_norms
 from zoo.errors import ConfigError, shown
 
 STAGES = (  # table 1 of the paper; those with stride 2 begin a new resolution
@@ -298,13 +298,5 @@ class EfficientNetLite(nn.Module):
         return [["_conv_stem", "_bn0"], *blocks, ["_conv_head", "_bn1"], ["_fc"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        stem = tensors["_conv_stem.weight"]
-        return {"_conv_stem.weight": spread_input(stem, self.config.in_channels)}
+        """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
+        return adapted_stem("_conv_stem.weight", tensors, in_channels, self.config.in_channels)

@@ -31,10 +31,10 @@ from vision.augment import ImageRecipe
 from vision.convnet import (
     DropPath,
     SqueezeExcitation,
+    adapted_stem,
     check_images,
     checkpointed,
     hold_norms,
-    spread_input,
 )
 from zoo.errors import ConfigError, shown
 from zoo.training.recipe import AdamW, Cosine
@@ -336,15 +336,8 @@ class ResNet(nn.Module):
         return [["conv1", "bn1"], *blocks, ["fc"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        return {"conv1.weight": spread_input(tensors["conv1.weight"], self.config.in_channels)}
+        """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
+        return adapted_stem("conv1.weight", tensors, in_channels, self.config.in_channels)
 
 
 # Images of 32 pixels, enlarged to 40, 48, then 64, so that the stem for ImageNet stays as it is.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import checkpointed, spread_input
+from vision.convnet import adapted_stem, checkpointed
 from vision.volumenet import Axes, check_stages, check_volumes, conv, cut_to
 from zoo.errors import ConfigError, shown
 
@@ -179,13 +179,5 @@ class SegResNet(nn.Module):
         return [["convInit"], *down, *up, ["conv_final.2"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        name = "convInit.conv.weight"
-        return {name: spread_input(tensors[name], self.config.in_channels)}
+        """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
+        return adapted_stem("convInit.conv.weight", tensors, in_channels, self.config.in_channels)

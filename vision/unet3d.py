@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import checkpointed, spread_input
+from vision.convnet import adapted_stem, checkpointed
 from vision.volumenet import Axes, check_stages, check_volumes, conv, cut_to, total_stride
 from zoo.errors import ConfigError, shown
 
@@ -326,12 +326,5 @@ class UNet3D(nn.Module):
         return [["stem"], *encoder, *decoder, ["head", "deep_heads"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        return {"stem.0.weight": spread_input(tensors["stem.0.weight"], self.config.in_channels)}
+        """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
+        return adapted_stem("stem.0.weight", tensors, in_channels, self.config.in_channels)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vision.convnet import checkpointed, spread_input
+from vision.convnet import adapted_stem, checkpointed
 from vision.volumenet import Axes, check_stages, check_volumes, conv, cut_to
 from zoo.errors import ConfigError, shown
 
@@ -194,13 +194,5 @@ class VNet(nn.Module):
         return [["stem"], *encoder, *decoder, ["head"]]
 
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-        """Stored tensors to replace so that the weights take this network's input channels.
-
-        Args:
-            tensors: Stored tensors by name.
-            in_channels: Channels that they were made for.
-        """
-        if in_channels == self.config.in_channels:
-            return {}
-        name = "stem.convs.0.weight"
-        return {name: spread_input(tensors[name], self.config.in_channels)}
+        """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
+        return adapted_stem("stem.convs.0.weight", tensors, in_channels, self.config.in_channels)
