@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -229,8 +230,37 @@ class Normal:
         return np.clip(action.astype(np.float32), low, high).reshape(len(action), *shape)
 
 
+class _Compound(ABC):
+    """What nodes made of others share: their widths are the sums of the others'."""
+
+    @property
+    @abstractmethod
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes it is made of, in the order of their columns."""
+
+    @cached_property
+    def params(self) -> int:
+        """Parameters of a state."""
+        return sum(node.params for node in self.nodes)
+
+    @cached_property
+    def latent(self) -> int:
+        """Numbers of a latent action."""
+        return sum(node.latent for node in self.nodes)
+
+    @cached_property
+    def masks(self) -> int:
+        """Bools of a mask."""
+        return sum(node.masks for node in self.nodes)
+
+    @property
+    def learned(self) -> tuple[bool, ...]:
+        """For each parameter, whether it is the same in every state."""
+        return tuple(flag for node in self.nodes for flag in node.learned)
+
+
 @dataclass(frozen=True)
-class Joint:
+class Joint(_Compound):
     """Several actions at once, independent given the state.
 
     Attributes:
@@ -245,25 +275,10 @@ class Joint:
     names: tuple[str, ...] = ()
     dtype: str = "int64"
 
-    @cached_property
-    def params(self) -> int:
-        """Parameters of a state."""
-        return sum(part.params for part in self.parts)
-
-    @cached_property
-    def latent(self) -> int:
-        """Numbers of a latent action."""
-        return sum(part.latent for part in self.parts)
-
-    @cached_property
-    def masks(self) -> int:
-        """Bools of a mask."""
-        return sum(part.masks for part in self.parts)
-
     @property
-    def learned(self) -> tuple[bool, ...]:
-        """For each parameter, whether it is the same in every state."""
-        return tuple(flag for part in self.parts for flag in part.learned)
+    def nodes(self) -> tuple[Node, ...]:
+        """The parts."""
+        return self.parts
 
     def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Log-density of latent actions: the sum of the parts'."""
@@ -314,7 +329,7 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_Compound):
     """One of several actions of different kinds: a choice, then the parameters of what is chosen.
 
     What is not chosen adds neither log-probability nor entropy:
@@ -332,30 +347,10 @@ class Choice:
         """The choice itself."""
         return Discrete(len(self.options))
 
-    @cached_property
-    def all(self) -> tuple[Node, ...]:
-        """The choice, then the options."""
-        return (self.gate, *self.options)
-
-    @cached_property
-    def params(self) -> int:
-        """Parameters of a state."""
-        return sum(node.params for node in self.all)
-
-    @cached_property
-    def latent(self) -> int:
-        """Numbers of a latent action; those of options not chosen mean nothing."""
-        return sum(node.latent for node in self.all)
-
-    @cached_property
-    def masks(self) -> int:
-        """Bools of a mask."""
-        return sum(node.masks for node in self.all)
-
     @property
-    def learned(self) -> tuple[bool, ...]:
-        """For each parameter, whether it is the same in every state."""
-        return tuple(flag for node in self.all for flag in node.learned)
+    def nodes(self) -> tuple[Node, ...]:
+        """The choice, then the options; the latent numbers of those not chosen mean nothing."""
+        return (self.gate, *self.options)
 
     def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Log-density of the choice and of what was chosen."""
@@ -381,29 +376,29 @@ class Choice:
     ) -> Tensor:
         """Draw latent actions, one for every option."""
         rows, _, masks = self._rows(params, None, mask)
-        each = zip(self.all, rows, masks, strict=True)
+        each = zip(self.nodes, rows, masks, strict=True)
         return torch.cat([node.sample(p, m, generator) for node, p, m in each], -1)
 
     def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
         """The likeliest choice, and the likeliest of what is chosen."""
         rows, _, masks = self._rows(params, None, mask)
-        each = zip(self.all, rows, masks, strict=True)
+        each = zip(self.nodes, rows, masks, strict=True)
         return torch.cat([node.mode(p, m) for node, p, m in each], -1)
 
     def _rows(self, params: Tensor, action: Tensor | None, mask: Tensor | None) -> Any:
-        masks = list(_split(mask, self.all, "masks"))
+        masks = list(_split(mask, self.nodes, "masks"))
         for place, own in enumerate(masks[1:], 1):
             if own is not None:  # a row of nothing is not chosen; let it be finite all the same
                 masks[place] = own | ~own.any(-1, keepdim=True)
         return (
-            _split(params, self.all, "params"),
-            _split(action, self.all, "latent"),
+            _split(params, self.nodes, "params"),
+            _split(action, self.nodes, "latent"),
             masks,
         )
 
     def allowed(self, mask: np.ndarray) -> np.ndarray:
         """Whether masks allow an option, and something within each option that they allow."""
-        gate, *cut = np.split(mask, np.cumsum([node.masks for node in self.all])[:-1], -1)
+        gate, *cut = np.split(mask, np.cumsum([node.masks for node in self.nodes])[:-1], -1)
         fine = self.gate.allowed(gate)
         for index, (node, own) in enumerate(zip(self.options, cut, strict=True)):
             fine = fine & (~gate[:, index] | node.allowed(own))
@@ -411,7 +406,7 @@ class Choice:
 
     def decode(self, action: np.ndarray) -> tuple[tuple[np.int64, Any], ...]:
         """What the environments take, as Gymnasium's `OneOf`: (index, action) for each."""
-        gate, *cut = np.split(action, np.cumsum([node.latent for node in self.all])[:-1], -1)
+        gate, *cut = np.split(action, np.cumsum([node.latent for node in self.nodes])[:-1], -1)
         chosen = gate[:, 0].astype(np.int64)
         return tuple(
             (z, _only(self.options[z].decode(cut[z][row : row + 1])))
