@@ -10,6 +10,7 @@ and torchrun ends what is left.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -120,28 +122,57 @@ def all_sum(values: Sequence[Number]) -> list[Number]:
 def gather(value: T) -> list[T]:
     """What every rank gave, in the order of the ranks, on every rank.
 
-    The objects are pickled; they come from processes of this very run and nowhere else.
+    Args:
+        value: What JSON holds, tensors and arrays included; tuples come back as lists.
     """
     if world_size() == 1:
         return [value]
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+    texts = [_broadcast(value, source) for source in range(world_size())]
+    return [json.loads(text, object_hook=_array) for text in texts]
 
 
 def broadcast_json(value: T) -> T:
-    """The main rank's value on every rank: what JSON holds."""
+    """The main rank's value on every rank; of what `gather` takes."""
     if world_size() == 1:
         return value
-    text = json.dumps(value).encode() if is_main() else b""
-    size = torch.tensor(len(text))
-    dist.broadcast(size, 0)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if is_main():
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(data, 0)
-    decoded: T = json.loads(data.numpy().tobytes())
+    decoded: T = json.loads(_broadcast(value, 0), object_hook=_array)
     return decoded
+
+
+def _broadcast(value: object, source: int) -> bytes:
+    """The value of one rank as text, on every rank."""
+    own = rank() == source
+    text = json.dumps(value, default=_table).encode() if own else b""
+    size = torch.tensor(len(text))
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if own:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(data, source)
+    return data.numpy().tobytes()
+
+
+def _table(value: object) -> dict[str, Any]:
+    """A tensor or an array as a table of plain values, all its bits kept."""
+    if isinstance(value, Tensor):
+        return {**_table(value.detach().cpu().numpy()), "__tensor__": True}
+    array = np.ascontiguousarray(cast(Any, value))
+    if array.dtype.hasobject:
+        raise TypeError(f"{type(value).__name__} is no value to exchange between ranks")
+    return {
+        "__array__": base64.b64encode(array.tobytes()).decode(),
+        "dtype": array.dtype.str,
+        "shape": np.shape(cast(Any, value)),
+    }
+
+
+def _array(table: dict[str, Any]) -> Any:
+    """The reverse of `_table`; other tables stay as they are."""
+    if "__array__" not in table:
+        return table
+    data = bytearray(base64.b64decode(table["__array__"]))
+    array = np.frombuffer(data, np.dtype(table["dtype"])).reshape(table["shape"])
+    return torch.from_numpy(array) if "__tensor__" in table else array
 
 
 def wrap(

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -78,6 +79,11 @@ def numbers(folder: Path) -> None:
     assert distributed.all_sum([2**53 + 1, 0.1, me, True]) == [2**54 + 2, 0.2, 1, 2]
     assert distributed.all_sum([]) == []
     assert distributed.gather({"rank": me}) == [{"rank": 0}, {"rank": 1}]
+    row, empty = torch.full((2, 1), 1 / (3 + me), dtype=torch.float64), np.zeros((0, 3), np.int32)
+    for other, (found, array) in enumerate(distributed.gather((row, empty))):
+        assert torch.equal(found, torch.full((2, 1), 1 / (3 + other), dtype=torch.float64))
+        assert array.shape == (0, 3)
+        assert array.dtype == np.int32
     assert distributed.broadcast_json({"a": [me, None, "é"]}) == {"a": [0, None, "é"]}
     assert distributed.broadcast_json(None if me == 0 else 3) is None
 
