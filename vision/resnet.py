@@ -362,5 +362,6 @@ RECIPES = {
         sizes=((0.1, 40), (0.25, 48), (1.0, 64)),
         channels_last=True,
         workers=2,
+        cache=0.25,
     )
 }

@@ -66,7 +66,7 @@ KINDS = {
     "bf16": {"precision": "bfloat16", "freeze": 2, "freeze_epochs": 1.0},
     "ranks": {"ema": 0.9},
     "sharded": {"ema": 0.9, "strategy": "fsdp", "microbatches": 2},
-    "workers": {"workers": 2, "ema": 0.9, "microbatches": 3, "clip_norm": 0.5},
+    "workers": {"workers": 2, "cache": 0.01, "ema": 0.9, "microbatches": 3, "clip_norm": 0.5},
 }
 TIMES = ("items_per_s", "wait")  # of a line of metrics.jsonl, which no two runs share
 

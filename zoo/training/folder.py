@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from zoo.training.state import Run
 
 Resume = Literal["auto", "never"] | Path
-FREE = ("workers", "keep", "checkpoint_every")  # of a recipe, what may differ in a resumed run
+FREE = (
+    "workers",
+    "cache",
+    "keep",
+    "checkpoint_every",
+)  # of a recipe, what may differ in a resumed run
 
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:

@@ -338,6 +338,7 @@ class Recipe:
         buckets: Put items of like length into a batch.
         seed: Of the order, the augmentation, fresh weights and dropout.
         workers: Processes that prepare the data of each rank; 0 prepares in the training process.
+        cache: GiB of memory for decoded items, which the workers share; 0 decodes each time anew.
         evaluate_every: Steps between two evaluations; none evaluates after each epoch.
         checkpoint_every: Steps between two checkpoints; none saves after each epoch.
         keep: Checkpoints that are kept, 1 or more; the last and the best are always among them.
@@ -375,6 +376,7 @@ class Recipe:
     buckets: bool = False
     seed: int = 0
     workers: int = 0
+    cache: float = 0.0
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     keep: int = 2
@@ -402,6 +404,7 @@ class Recipe:
             freeze_epochs=_not_negative(self.freeze_epochs or 0),
             seed=(0 <= self.seed < 2**63, "0 or more, less than 2^63"),
             workers=_not_negative(self.workers),
+            cache=_not_negative(self.cache),
             evaluate_every=_count(self.evaluate_every),
             checkpoint_every=_count(self.checkpoint_every),
             keep=_count(self.keep),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import cards, registry
+from zoo.data.caching import cached
 from zoo.data.loader import Batches
 from zoo.data.order import Order, balanced, bucketed, progressive, seed_of
 from zoo.data.rows import Rows, open_rows
@@ -233,6 +234,10 @@ def make_batches(rows: Rows, task: Any, recipe: Recipe, device: torch.device) ->
     if recipe.buckets:
         lengths = [task.length(rows.raw(index)) for index in range(len(rows))]
         order = partial(bucketed, lengths=lengths, batch_size=recipe.batch_size)
+    if recipe.cache:
+        if not hasattr(task, "decoded"):
+            raise ConfigError(f"cache is {recipe.cache}; {task.name} decodes nothing, leave it out")
+        rows = cached(rows, task.decoded, int(recipe.cache * 2**30))
     sizes = getattr(recipe, "sizes", ())
     total = recipe.epochs * -(-len(rows) // recipe.batch_size)
     return Batches(

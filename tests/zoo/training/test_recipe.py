@@ -102,6 +102,7 @@ def test_a_wrong_recipe_names_file_field_and_value(values: dict[str, object], li
         (lambda: Recipe(layer_decay=0.0), "layer_decay"),
         (lambda: Recipe(freeze_epochs=-1.0), "freeze_epochs"),
         (lambda: Recipe(workers=-1), "workers"),
+        (lambda: Recipe(cache=-0.5), "cache"),
         (lambda: Recipe(evaluate_every=0), "evaluate_every"),
         (lambda: Recipe(keep=0), "keep"),
         (lambda: Recipe(patience=-1), "patience"),

@@ -12,8 +12,10 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import zoo
 from tests.prove.resumes import difference, make_world, outcome, recipe_for
@@ -23,7 +25,7 @@ from zoo.errors import CheckpointError, ConfigError, UnknownModelError
 from zoo.training.evaluation import Evaluation
 from zoo.training.folder import read_recipe
 from zoo.training.recipe import LAMB
-from zoo.training.run import recipe_of, train
+from zoo.training.run import make_batches, recipe_of, train
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,6 +76,16 @@ def test_the_weights_are_a_model_with_a_card_that_says_what_was_measured(done, w
     origin = model.card.weights["small"].origin
     assert json.loads(origin["recipe"]) == json.loads((done.folder / "recipe.json").read_text())
     assert origin["trained_by"] == "refzoo"
+
+
+def test_a_cache_of_decoded_items_changes_nothing(done, world, tmp_path):
+    recipe = recipe_for("ema", world, cache=0.001)
+    other = train("tiny.small", recipe, tmp_path / "cached", trackers=(), quiet=True)
+    expected = zoo.load(done.weights).state_dict()
+    for name, tensor in zoo.load(other.weights).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    with pytest.raises(ConfigError, match=r"cache is 0\.001; words decodes nothing"):
+        make_batches([], SimpleNamespace(name="words"), recipe, torch.device("cpu"))
 
 
 def test_a_recipe_reproduces_its_run(done, tmp_path):
