@@ -41,12 +41,10 @@ def main() -> None:
     for metric in card.weights["imagenet1k"].metrics:
         print(f"   {metric.name} = {metric.value:.3f} on {metric.n}: {metric.command}")
 
-    print("4. ResNet-50, built anew")
-    model = zoo.load("resnet50")
-    print(
-        f"   logits {tuple(model(torch.rand(1, 3, 224, 224)).shape)}, {model.load_report.source} "
-        "weights"
-    )
+    print("4. ResNet-50 with trained weights, and a fresh head for seven classes")
+    model = zoo.load("resnet50", pretrained=True, num_classes=7)
+    print(f"   logits {tuple(model(torch.rand(1, 3, 64, 64)).shape)}")
+    print("   " + str(model.load_report).replace("\n", "\n   "))
 
     print("5. Export to ONNX, run by ONNX Runtime at sizes it has not seen, compared")
     with TemporaryDirectory() as folder:

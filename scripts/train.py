@@ -4,4 +4,5 @@ import sys
 
 from zoo.cli import main
 
-main(["train", *sys.argv[1:]])
+if __name__ == "__main__":  # where processes that read are spawned, they import this file
+    main(["train", *sys.argv[1:]])
