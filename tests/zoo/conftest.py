@@ -35,6 +35,27 @@ shape = ["batch", 3, "height", "width"]
 dtype = "float32"
 shape = ["batch", "num_classes"]
 """
+# The least that a card says, and weights that are not there.
+GOOD = """
+model = "vision.resnet:ResNet"
+task = "vision.tasks:ImageClassification"
+summary = "A small net."
+paper = "https://example.org"
+parameters = 10
+head = ["fc"]
+[config]
+depths = [1, 1, 1, 1]
+[inputs.image]
+dtype = "float32"
+shape = ["batch", 3, "height", "width"]
+example = { batch = 2, height = 8, width = 8 }
+[outputs.logits]
+dtype = "float32"
+shape = ["batch", "num_classes"]
+[weights.one]
+licence = "MIT"
+files = [{ name = "a.safetensors", size = 10, sha256 = "HASH" }]
+""".replace("HASH", "0" * 64)
 PREPROCESSING = (
     '{ size = 32, resize = "shorter", crop = 32, interpolation = "bilinear", antialias = true, '
     "mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5] }"

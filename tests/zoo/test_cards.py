@@ -5,30 +5,10 @@ import textwrap
 import pytest
 
 import zoo
+from tests.zoo.conftest import GOOD
 from zoo import cards
 from zoo.config import field_types
 from zoo.errors import CardError, UnknownModelError, ZooError
-
-GOOD = """
-model = "vision.resnet:ResNet"
-task = "vision.tasks:ImageClassification"
-summary = "A small net."
-paper = "https://example.org"
-parameters = 10
-head = ["fc"]
-[config]
-depths = [1, 1, 1, 1]
-[inputs.image]
-dtype = "float32"
-shape = ["batch", 3, "height", "width"]
-example = { batch = 2, height = 8, width = 8 }
-[outputs.logits]
-dtype = "float32"
-shape = ["batch", "num_classes"]
-[weights.one]
-licence = "MIT"
-files = [{ name = "a.safetensors", size = 10, sha256 = "HASH" }]
-""".replace("HASH", "0" * 64)
 
 
 def read(tmp_path, text, name="net"):

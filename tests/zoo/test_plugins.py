@@ -7,30 +7,10 @@ import warnings
 import pytest
 
 import zoo
+from tests.zoo.conftest import GOOD
 from zoo import cards
 from zoo.cli import main
 from zoo.errors import UnknownModelError
-
-GOOD = """
-model = "vision.resnet:ResNet"
-task = "vision.tasks:ImageClassification"
-summary = "A small net."
-paper = "https://example.org"
-parameters = 10
-head = ["fc"]
-[config]
-depths = [1, 1, 1, 1]
-[inputs.image]
-dtype = "float32"
-shape = ["batch", 3, "height", "width"]
-example = { batch = 2, height = 8, width = 8 }
-[outputs.logits]
-dtype = "float32"
-shape = ["batch", "num_classes"]
-[weights.one]
-licence = "MIT"
-files = [{ name = "a.safetensors", size = 10, sha256 = "HASH" }]
-""".replace("HASH", "0" * 64)
 
 
 def plugin(folder, name, value, *, package="theirs_models/cards"):
