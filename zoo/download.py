@@ -162,6 +162,7 @@ def _receive(wanted: Wanted, response: HTTPResponse, partial: cache.Partial, met
     began, before = time.monotonic(), partial.size
     while chunk := response.read1(CHUNK):
         if partial.size + len(chunk) > wanted.limit:
+            partial.discard()  # nothing of an answer without an end is the file's beginning
             raise SourceError(f"goes on after {wanted.limit:,} bytes, where it should end")
         partial.write(chunk)
         meter.advance(len(chunk))
