@@ -31,6 +31,7 @@ from zoo.saving import save
 from zoo.weights import open_weights
 
 BATCH_TOLERANCE = 2e-5  # of the largest output: what another order of the same additions may change
+GRADIENT_TOLERANCE = 1e-5  # of what two processes added up
 BF16_TOLERANCE = 0.05  # of the largest output: 8 bits of mantissa through a few layers
 FAR = {  # packages and domains that loading a model must not import
     "torchvision", "torchaudio", "transformers", "vision", "nlp", "rl", "audio",
@@ -446,7 +447,7 @@ def _same_gradients(whole: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -
     """
     largest = max(float(gradient.abs().max()) for gradient in whole.values())
     for label, gradient in whole.items():
-        limit = BATCH_TOLERANCE * float(shared[f"{label}|magnitude"].max())
+        limit = GRADIENT_TOLERANCE * float(shared[f"{label}|magnitude"].max())
         limit += 4 * torch.finfo(gradient.dtype).eps * largest
         worst = float((gradient - shared[label]).abs().max())
         _require(
