@@ -25,6 +25,13 @@ if os.environ.get("ZOO_SHAPES") == "1":
     install_import_hook(["vision", "nlp", "rl", "audio"], checker)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Heavy proofs may take an hour."""
+    for item in items:
+        if item.get_closest_marker("prove"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests share one cache of their own, and look for weights only where the project does."""

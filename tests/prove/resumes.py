@@ -9,6 +9,7 @@ compared with the unbroken run's.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -68,6 +69,7 @@ KINDS = {
     "sharded": {"ema": 0.9, "strategy": "fsdp", "microbatches": 2},
     "workers": {"workers": 2, "cache": 0.01, "ema": 0.9, "microbatches": 3, "clip_norm": 0.5},
 }
+HUNG_S = 180.0  # far more than any run here takes
 TIMES = ("items_per_s", "wait")  # of a line of metrics.jsonl, which no two runs share
 
 
@@ -150,8 +152,18 @@ def start(kind: str, folder: Path, out: Path) -> list[int]:
 
 
 def wait(processes: list[int]) -> list[int]:
-    """What each process ended with, as a shell says it."""
-    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    """What each process ended with, as a shell says it; one that hangs shows where, and fails."""
+    ends = []
+    for process in processes:
+        limit = time.monotonic() + HUNG_S
+        while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+            if time.monotonic() > limit:
+                os.kill(process, signal.SIGABRT)  # faulthandler prints the stacks
+                ended = os.waitpid(process, 0)
+                break
+            time.sleep(0.005)
+        ends.append(os.waitstatus_to_exitcode(ended[1]))
+    return ends
 
 
 def outcome(out: Path) -> dict[str, object]:
@@ -193,6 +205,7 @@ def difference(one: object, other: object, where: str = "") -> str | None:
 
 def main() -> None:
     """Print the counts."""
+    faulthandler.enable()
     kind, count, number = sys.argv[1], int(sys.argv[2]), getattr(signal, f"SIG{sys.argv[4]}")
     chance, folder = random.Random(int(sys.argv[3])), Path(sys.argv[5])
     if not (folder / "cards").exists():
@@ -204,10 +217,11 @@ def main() -> None:
     seen: Counter[str] = Counter(length_ms=int(1000 * length))
     run = 0
     while seen["ended at work"] < count:
-        out = folder / f"{kind}-{run}"
+        out, patience = folder / f"{kind}-{run}", 0.7 * length
         while True:
             processes = start(kind, folder, out)
-            time.sleep(chance.uniform(0, 0.7 * length))
+            time.sleep(chance.uniform(0, patience))
+            patience *= 1.2  # where starting takes most of the time, a run still comes to its end
             for process in processes:
                 os.kill(process, number)
             began = time.monotonic()
