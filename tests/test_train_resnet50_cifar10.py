@@ -62,3 +62,32 @@ def test_augmented_images_are_shifted_mirrored_and_cut(script: dict[str, Any]) -
     covered = (cut == grey).all(dim=1).sum(dim=(1, 2))
     assert covered.max() <= 49
     assert covered.min() >= 9
+
+
+def test_a_box_of_each_image_is_anothers(script: dict[str, Any]) -> None:
+    images = torch.arange(8.0)[:, None, None, None].expand(8, 3, 32, 32)
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    for _ in range(50):
+        batch, others, kept = script["mixed"](images, generator)
+        assert sorted(others.tolist()) == list(range(8))
+        for number, (image, other) in enumerate(zip(batch, others.tolist(), strict=True)):
+            assert set(image.unique().tolist()) <= {number, other}
+            if other != number:
+                assert float((image == number).float().mean()) == pytest.approx(kept, abs=1e-6)
+        shares.append(kept)
+    assert min(shares) < 0.2
+    assert max(shares) > 0.8
+
+
+def test_a_phase_trains(script: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (256, 3, 32, 32), generator=generator).byte()
+    target = torch.randint(10, (256,), generator=generator)
+    phase = script["Phase"](1, 1e-3, 1, ((1.0, 32),), 1.0, 1.0)
+    start = zoo.load("resnet50.cifar10", pretrained=False)
+    found = script["train_phase"](start, phase, images, target, generator)
+    assert not found.training
+    for name, tensor in found.state_dict().items():
+        assert tensor.isfinite().all(), name
+        assert not torch.equal(tensor, start.state_dict()[name]), name
