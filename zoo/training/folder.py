@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from zoo import __version__, cards, files, registry
 from zoo.cards import Metric
@@ -21,10 +21,11 @@ from zoo.training.tracking import Silent, Tracker, open_trackers
 from zoo.weights import find_file
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import nn
 
     from zoo.data.rows import Rows
-    from zoo.training.state import Run
+    from zoo.training.state import Position, Run
 
 Resume = Literal["auto", "never"] | Path
 FREE = (
@@ -56,7 +57,7 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
     return str(model), from_plain(able[kind], values, where=path.name)
 
 
-def described(model: str, recipe: Recipe) -> dict[str, Any]:
+def described(model: str, recipe: DataclassInstance) -> dict[str, Any]:
     """What ``recipe.json`` holds; `read_recipe` gives it back."""
     return {"model": model, "type": _name(type(recipe)), "recipe": to_plain(recipe)}
 
@@ -65,23 +66,34 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def begin(run: Run, description: Mapping[str, Any], resume: Resume, *, quiet: bool) -> None:
+class Resumable(Protocol):
+    """What a run is to its folder: it has a position, and becomes what a checkpoint holds."""
+
+    position: Position
+
+    def restore(self, found: checkpoint.Found) -> None:
+        """Go on from a checkpoint."""
+
+
+def begin(
+    run: Resumable, folder: Path, description: Mapping[str, Any], resume: Resume, *, quiet: bool
+) -> None:
     """Make the folder a run of this recipe, and put the run where its checkpoint says.
 
     Raises:
         ConfigError: The folder holds a run by another recipe.
         CheckpointError: The checkpoint is not there, or none is complete.
     """
-    saved, path = run.folder / "checkpoints", run.folder / "recipe.json"
+    saved, path = folder / "checkpoints", folder / "recipe.json"
     refusal: list[str] | None = None
     if distributed.is_main():
         try:
             if resume == "never":
                 shutil.rmtree(saved, ignore_errors=True)
-                (run.folder / "metrics.jsonl").unlink(missing_ok=True)
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
             elif path.exists():
                 _same_run(path, description)
-            run.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             files.write_atomically(path, (json.dumps(description, indent=1) + "\n").encode())
         except ConfigError as error:
             refusal = [error.line, *error.details]
@@ -93,7 +105,7 @@ def begin(run: Run, description: Mapping[str, Any], resume: Resume, *, quiet: bo
         run.restore(found)
     if distributed.is_main() and not quiet:
         start = f"goes on from {found.path.name}" if found else "no checkpoint; starts at step 0"
-        print(f"{run.folder.name}: {start}", file=sys.stderr, flush=True)
+        print(f"{folder.name}: {start}", file=sys.stderr, flush=True)
 
 
 def _same_run(path: Path, description: Mapping[str, Any]) -> None:
@@ -116,12 +128,14 @@ def _same_run(path: Path, description: Mapping[str, Any]) -> None:
         )
 
 
-def follow(run: Run, names: Sequence[str], description: Mapping[str, Any]) -> Tracker:
+def follow(
+    run: Resumable, folder: Path, names: Sequence[str], description: Mapping[str, Any]
+) -> Tracker:
     """The trackers of the main process; the others have none."""
     if not distributed.is_main():
         return Silent()
     return open_trackers(
-        run.folder, names, description, step=run.position.step, keep=run.position.lines
+        folder, names, description, step=run.position.step, keep=run.position.lines
     )
 
 
