@@ -20,6 +20,7 @@ from rl import actions
 from rl.branching import Branch, Branched, Execution, Explanation, exits
 from rl.memory import Memory
 from rl.normalize import Normalizer, RewardScaler
+from rl.presets import RECIPES as RECIPES
 from zoo import tensorfile
 from zoo.config import build, plain
 from zoo.errors import ConfigError, WeightsError, shown
@@ -170,7 +171,7 @@ class Policy(nn.Module):
             Parameters of the density over what the environment takes, (batch, params), of the path
             taken; values, (batch,); with memory also its next state.
         """
-        state = observation.new_zeros(len(observation), 0) if memory is None else memory
+        state = observation.new_zeros(observation.shape[0], 0) if memory is None else memory
         begins = torch.zeros_like(observation[:, 0], dtype=torch.bool) if start is None else start
         x, state = self._seen(observation[None], state, begins[None])
         params, value = self._act(x[0]), self._valued(x[0])
@@ -225,10 +226,10 @@ class Policy(nn.Module):
         """
         if not isinstance(self.actor, Branch):
             return self._with_log_std(self.actor(x).float())
-        params = self.actor(x, execution).float()
+        params: Tensor = self.actor(x, execution).float()
         if self.log_std is None:
             return params
-        own = self.log_std[: self.actions.learned.count(True)].expand(len(x), -1)
+        own = self.log_std[: self.actions.learned.count(True)].expand(x.shape[0], -1)
         found: Tensor = torch.cat((params, own), -1)[:, self._own_places]
         return found
 

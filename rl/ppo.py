@@ -381,7 +381,8 @@ def train(
         resume: "auto" goes on with what the folder holds, "never" removes it; or a checkpoint.
         trackers: Views of ``metrics.jsonl``, see `zoo.training.tracking`.
         quiet: Show no progress.
-        name: Of the weights, for ``recipe.json``; the environment's if None.
+        name: Of a card's weights, for ``recipe.json``: `rl.tasks` then writes them. None is the
+            environment's, and the policy is written as `rl.policy.load_policy` reads it.
 
     Raises:
         ConfigError: An unknown environment, spaces that do not fit, or another run's folder.
@@ -455,7 +456,7 @@ def _train(
         progress.close()
         tracker.close()
     policy = run.learner.policy.eval()
-    if run.folder is not None and distributed.is_main():
+    if run.folder is not None and distributed.is_main() and name is None:
         save_policy(policy, run.folder / "weights")
     mean = fmean(run.recent) if run.recent else float("nan")
     return Result(policy, mean, run.samples, run.position.step, monotonic() - began)

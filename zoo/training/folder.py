@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from zoo.errors import ConfigError, shown
 from zoo.evaluation import TOLERANCE
 from zoo.saving import card_text, write_folder
 from zoo.training import checkpoint, distributed
-from zoo.training.recipe import Recipe, from_plain, to_plain
+from zoo.training.recipe import from_plain, to_plain
 from zoo.training.tracking import Silent, Tracker, open_trackers
 from zoo.weights import find_file
 
@@ -36,7 +36,7 @@ FREE = (
 )  # of a recipe, what may differ in a resumed run
 
 
-def read_recipe(path: Path) -> tuple[str, Recipe]:
+def read_recipe(path: Path) -> tuple[str, Any]:
     """Model and recipe of a ``recipe.json``.
 
     Raises:
@@ -51,7 +51,8 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
             "as recipe.json"
         ) from error
     task = registry.task_class(cards.card(str(model).partition(".")[0]))
-    able = {_name(cls): cls for cls in task.recipe.__mro__ if issubclass(cls, Recipe)}
+    kinds: tuple[type, ...] = task.recipe.__mro__
+    able = {_name(cls): cls for cls in kinds if is_dataclass(cls)}
     if kind not in able or not isinstance(values, dict):
         raise ConfigError(f"{path.name}: type is {shown(kind)}; {model} takes {', '.join(able)}")
     return str(model), from_plain(able[kind], values, where=path.name)
