@@ -409,8 +409,7 @@ class Choice(_Compound):
         gate, *cut = np.split(action, np.cumsum([node.latent for node in self.nodes])[:-1], -1)
         chosen = gate[:, 0].astype(np.int64)
         return tuple(
-            (z, _only(self.options[z].decode(cut[z][row : row + 1])))
-            for row, z in enumerate(chosen)
+            (z, only(self.options[z].decode(cut[z][row : row + 1]))) for row, z in enumerate(chosen)
         )
 
 
@@ -418,12 +417,12 @@ Node = Discrete | Normal | Joint | Choice
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (Discrete, Normal, Joint, Choice)}
 
 
-def _only(batch: Any) -> Any:
+def only(batch: Any) -> Any:
     """The one action of a batch of one."""
     if isinstance(batch, Mapping):
-        return {key: _only(value) for key, value in batch.items()}
+        return {key: only(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and not (batch and isinstance(batch[0], tuple)):
-        return tuple(map(_only, batch))
+        return tuple(map(only, batch))
     return batch[0]
 
 

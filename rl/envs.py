@@ -486,22 +486,30 @@ def make(
                 "give the same number"
             )
         return Adapted(env, seed, first=first, bound=bound)
-    if isinstance(env, str):
-        name = env
-        try:
-            gymnasium.spec(name)
-        except gymnasium.error.Error as error:
-            raise ConfigError(
-                f"there is no environment {shown(name)};{nearest(name, gymnasium.registry)} "
-                f"({shown(str(error), 60)})"
-            ) from error
-        try:
-            gymnasium.make(name, disable_env_checker=True).close()
-        except gymnasium.error.DependencyNotInstalled as error:
-            raise ConfigError(f"{name} needs a package: {shown(str(error), 120)}") from error
+    name, maker = (env, named(env)) if isinstance(env, str) else ("", env)
+    return Serial([maker] * num_envs, seed, first=first, stream=stream, bound=bound, name=name)
 
-        def maker() -> gymnasium.Env[Any, Any]:
-            return gymnasium.make(name, disable_env_checker=True)
 
-        return Serial([maker] * num_envs, seed, first=first, stream=stream, bound=bound, name=name)
-    return Serial([env] * num_envs, seed, first=first, stream=stream, bound=bound)
+def named(name: str, **options: Any) -> Callable[[], gymnasium.Env[Any, Any]]:
+    """What makes an environment of this id.
+
+    Args:
+        name: Id of Gymnasium.
+        **options: As its `make` takes them, for example ``render_mode="rgb_array"``.
+
+    Raises:
+        ConfigError: There is none of that name, or it needs a package.
+    """
+    try:
+        gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        raise ConfigError(
+            f"there is no environment {shown(name)};{nearest(name, gymnasium.registry)} "
+            f"({shown(str(error), 60)})"
+        ) from error
+    maker = partial(gymnasium.make, name, disable_env_checker=True, **options)
+    try:
+        maker().close()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(f"{name} needs a package: {shown(str(error), 120)}") from error
+    return maker

@@ -1,8 +1,9 @@
 """Proximal policy optimisation, from top to bottom.
 
-What is learned from (`rollout`), how good it was (`gae`), what is minimised (`ppo_loss`), how
-(`update`), and the loop. Each detail of the published list stands at its line by its number: "core
-1" to "core 13", "continuous 1" to "continuous 9", "LSTM 1" to "LSTM 5".
+How good was what was done (`gae`), what is minimised (`ppo_loss`), how (`Learner.update`), and the
+loop (`train`); `rl.rollout` acts, `rl.state` keeps the run. Each detail of the published list
+stands at its line by its number: "core 1" to "core 13", "continuous 1" to "continuous 9", "LSTM 1"
+to "LSTM 5".
 
 Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, and Huang et al. 2022,
     https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
@@ -15,121 +16,37 @@ normalised by statistics that stand still while an iteration lasts, so that the 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
 from typing import Any, NamedTuple
 
 import gymnasium
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.actions import bound_of, to_plain
-from rl.envs import EVALUATION, Vector, make
-from rl.policy import Output, Policy, PolicyConfig, save_policy
-from rl.recipe import PPORecipe as PPORecipe
-from zoo.config import build
+from rl.branching import Branch, Branched
+from rl.envs import make
+from rl.policy import Output, Policy, save_policy
+from rl.recipe import PPORecipe
+from rl.rollout import Rollout
+from rl.state import Result, Training, make_policy
 from zoo.data.order import seed_of
 from zoo.errors import ConfigError, NonFiniteError
-from zoo.training import checkpoint, distributed
+from zoo.training import distributed
 from zoo.training.folder import Resume, begin, described, follow
 from zoo.training.optimizers import make_optimizer
 from zoo.training.precision import Precision
 from zoo.training.recipe import Recipe
 from zoo.training.schedules import factor
-from zoo.training.state import Interrupted, Position
+from zoo.training.state import Interrupted
 from zoo.training.tracking import Progress, Silent, Tracker
 
-RECENT = 100  # episodes whose mean return is reported
-WEIGHTS, ENVIRONMENTS, ORDER = 1, 2, 3  # streams of a seed
+ENVIRONMENTS, ORDER = 2, 3  # streams of a seed; 1 is that of the weights
 
 Env = str | Callable[[], gymnasium.Env[Any, Any]] | gymnasium.vector.VectorEnv[Any, Any, Any]
-
-
-@dataclass
-class Rollout:
-    """What is learned from: steps of n environments (core 1), each field (steps, n, ...).
-
-    Attributes:
-        obs: Raw observations.
-        start: True where an episode starts.
-        action: Latent, that is not clipped nor squashed (continuous 5).
-        log_prob: Of the actions when they were drawn.
-        value: Of the observations, as estimated then.
-        next_value: Of the true next observations.
-        reward: Raw, or scaled.
-        terminated: Final states.
-        truncated: Episodes cut short.
-        valid: False where a row is no sample.
-        mask: What was allowed, (steps, n, masks); with no masks, None.
-    """
-
-    obs: Tensor
-    start: Tensor
-    action: Tensor
-    log_prob: Tensor
-    value: Tensor
-    next_value: Tensor
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    valid: Tensor
-    mask: Tensor | None
-
-
-@torch.no_grad()
-def rollout(
-    policy: Policy, vector: Vector, state: Tensor, steps: int, generator: torch.Generator
-) -> tuple[Rollout, Tensor]:
-    """Act for a while.
-
-    Args:
-        policy: Draws the actions.
-        vector: The environments; they go on from where they are.
-        state: Of the memory: (n, state).
-        steps: Of each environment.
-        generator: Of the actions.
-
-    Returns:
-        What was seen, and the state of the memory after it.
-    """
-    n, tree = vector.num_envs, policy.tree
-    numbers, flags = (steps, n), torch.empty(steps, n, dtype=torch.bool)
-    seen = Rollout(
-        obs=torch.empty(*numbers, vector.obs.shape[1]),
-        start=flags.clone(),
-        action=torch.empty(*numbers, tree.latent),
-        log_prob=torch.empty(numbers),
-        value=torch.empty(numbers),
-        next_value=torch.empty(numbers),
-        reward=torch.empty(numbers, dtype=torch.float64),
-        terminated=flags.clone(),
-        truncated=flags.clone(),
-        valid=flags.clone(),
-        mask=None if vector.mask is None else torch.empty(*numbers, tree.masks, dtype=torch.bool),
-    )
-    for t in range(steps):
-        seen.obs[t], seen.start[t] = torch.from_numpy(vector.obs), torch.from_numpy(vector.start)
-        if seen.mask is not None:
-            seen.mask[t] = torch.from_numpy(vector.mask)
-        mask = None if seen.mask is None else seen.mask[t]
-        params, value, state = policy(seen.obs[t : t + 1], state, seen.start[t : t + 1])
-        seen.value[t] = value[0]
-        seen.action[t] = tree.sample(params[0], mask, generator)
-        seen.log_prob[t] = tree.log_prob(params[0], seen.action[t], mask)
-        step = vector.step(seen.action[t].numpy())
-        for name in ("reward", "terminated", "truncated", "valid"):
-            getattr(seen, name)[t] = torch.from_numpy(getattr(step, name))
-        cut = np.flatnonzero(step.truncated)
-        if len(cut):  # a limit of time ends no state: its value is that of where it was cut
-            seen.next_value[t, cut] = policy.value(torch.from_numpy(step.obs[cut]), state[cut])
-    after = torch.cat((seen.value[1:], policy.value(torch.from_numpy(vector.obs), state)[None]))
-    seen.next_value = torch.where(seen.truncated, seen.next_value, after)
-    return seen, state
 
 
 def gae(
@@ -284,6 +201,17 @@ def minibatches(
         yield Minibatch(Rollout(**seen), state, *parted)
 
 
+class _Unrolled(nn.Module):
+    """`Policy.unroll` as the forward that gradients of several ranks go through."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, obs: Tensor, state: Tensor, start: Tensor) -> Output:
+        return self.policy.unroll(obs, state, start)
+
+
 class Learner:
     """A policy and all that changes as it learns.
 
@@ -297,11 +225,22 @@ class Learner:
         self.optimizer = make_optimizer(policy, Recipe(optimizer=recipe.optimizer))
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.precision = Precision(recipe.precision, "cpu")
-        self.wrapped: nn.Module = distributed.wrap(policy, "ddp", False, torch.device("cpu"))
+        unrolled = _Unrolled(policy)
+        self.wrapped: nn.Module = distributed.wrap(unrolled, "ddp", False, torch.device("cpu"))
         self.generator = torch.Generator().manual_seed(
             seed_of(recipe.seed, ORDER, distributed.rank()) >> 1
         )
         self.iteration = 0
+
+    @property
+    def progress(self) -> float:
+        """Share of the training that is done, in [0, 1]."""
+        return min(1.0, self.iteration / self.recipe.iterations)
+
+    def prepare(self) -> None:
+        """What is set anew before each rollout: the temperature of the gates."""
+        if isinstance(self.policy.actor, Branch):
+            self.policy.actor.set_temperature(self.recipe.pricing.temperature_at(self.progress))
 
     def loss(self, batch: Minibatch) -> Loss:
         """The loss of a minibatch, of all ranks together."""
@@ -316,7 +255,7 @@ class Learner:
             advantage = normalized(advantage)
         (count,) = distributed.all_sum([len(params)])
         clip = factor(recipe.clip_schedule, self.iteration, recipe.iterations)
-        return ppo_loss(
+        loss = ppo_loss(
             tree.log_prob(params, seen.action[at], mask),
             tree.entropy(params, mask),
             out.value[at],
@@ -330,6 +269,10 @@ class Learner:
             entropy_coef=recipe.entropy_coef,
             count=max(count, 1) / distributed.world_size(),  # gradients are averaged over ranks
         )
+        if isinstance(tree, Branched):
+            bonus = recipe.pricing.bonus(tree, params, self.progress)
+            loss = loss._replace(total=loss.total + bonus)
+        return loss
 
     def update(self, seen: Rollout, state: Tensor) -> dict[str, float]:
         """Learn from a rollout; the numbers to watch (core 12).
@@ -377,7 +320,7 @@ class Learner:
         if self.policy.normalizer is not None:  # continuous 6; it stood still until here
             self.policy.normalizer.update(seen.obs[seen.valid])
         self.iteration += 1
-        return self._numbers(losses, seen.value[seen.valid], returns[seen.valid])
+        return self._numbers(losses, seen, returns)
 
     def _batches(self, whole: Minibatch) -> Iterator[Minibatch]:
         recurrent = self.policy.memory is not None
@@ -385,19 +328,24 @@ class Learner:
             yield from minibatches(whole, self.recipe.minibatches, recurrent, self.generator)
 
     def _scaled(self, seen: Rollout) -> Tensor:
-        scaler = self.policy.scaler
+        scaler, tree, all_rewards = self.policy.scaler, self.policy.tree, seen.reward
+        if isinstance(tree, Branched):
+            pricing = self.recipe.pricing
+            all_rewards = pricing.reward(all_rewards, tree, seen.action, self.progress)
         if scaler is None:
-            return seen.reward.float()
+            return all_rewards.float()
         for reward, ended, valid in zip(
-            seen.reward, seen.terminated | seen.truncated, seen.valid, strict=True
+            all_rewards, seen.terminated | seen.truncated, seen.valid, strict=True
         ):
             scaler.update_sums(reward, ended, valid, self.recipe.gamma)
-        scaled: Tensor = scaler(seen.reward)  # continuous 8 and 9
+        scaled: Tensor = scaler(all_rewards)  # continuous 8 and 9
         return scaled
 
-    def _numbers(self, losses: list[Loss], value: Tensor, returns: Tensor) -> dict[str, float]:
+    def _numbers(self, losses: list[Loss], seen: Rollout, returns: Tensor) -> dict[str, float]:
+        value, returns, tree = seen.value[seen.valid], returns[seen.valid], self.policy.tree
         means = dict(zip(Loss._fields, torch.tensor(losses).mean(0).tolist(), strict=True))
         spread = returns.var(correction=0)
+        cost = tree.cost(seen.action)[seen.valid] if isinstance(tree, Branched) else None
         explained = 1 - (returns - value).var(correction=0) / spread if spread > 0 else spread
         return {
             **{f"loss/{name}": means[name] for name in ("total", "policy", "value")},
@@ -405,127 +353,8 @@ class Learner:
             "explained_variance": float(explained),
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "updates": float(len(losses)),
+            **({} if cost is None else {"cost": float(cost.mean())}),
         }
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a training has come to.
-
-    Attributes:
-        policy: In eval mode.
-        mean_return: Of the last 100 episodes of the training, actions drawn; NaN if none ended.
-        steps: Samples taken, of all ranks.
-        iterations: Rollouts.
-        seconds: Of the training in this process.
-    """
-
-    policy: Policy
-    mean_return: float
-    steps: int
-    iterations: int
-    seconds: float
-
-
-class Training:
-    """A learner, its environments, and where the run stands.
-
-    Args:
-        vector: The environments of this rank.
-        recipe: How to train.
-        folder: Of the run; None keeps nothing.
-    """
-
-    def __init__(self, vector: Vector, recipe: PPORecipe, folder: Path | None) -> None:
-        self.vector, self.recipe, self.folder = vector, recipe, folder
-        self.learner = Learner(make_policy(vector, recipe), recipe)
-        self.state = self.learner.policy.first(vector.num_envs)
-        self.recent: deque[float] = deque(maxlen=RECENT)
-        self.position = Position()
-        self.samples = 0
-
-    @property
-    def finished(self) -> bool:
-        """True after the last iteration, or when the returns are what was aimed at."""
-        full = len(self.recent) == RECENT and self.recipe.target is not None
-        return self.position.step >= self.recipe.iterations or (
-            full and fmean(self.recent) >= (self.recipe.target or 0.0)
-        )
-
-    def iterate(self) -> dict[str, float]:
-        """Act, learn; the numbers to watch."""
-        before, recipe = self.state, self.recipe
-        policy, generator = self.learner.policy, self.learner.generator
-        seen, self.state = rollout(policy, self.vector, before, recipe.steps, generator)
-        numbers = self.learner.update(seen, before)
-        self.position.step += 1
-        self.samples += distributed.all_sum([int(seen.valid.sum())])[0]
-        for rewards in distributed.gather([e.reward for e in self.vector.episodes]):
-            self.recent.extend(rewards)
-        self.vector.episodes.clear()
-        numbers["samples"] = self.samples
-        return numbers | ({"return": fmean(self.recent)} if self.recent else {})
-
-    def save(self) -> None:
-        """Write a checkpoint of this iteration."""
-        assert self.folder is not None
-        learner = self.learner
-        state = {
-            "position": asdict(self.position),
-            "model": learner.policy.state_dict(),
-            "optimizer": learner.optimizer.state_dict(),
-            "precision": learner.precision.state_dict(),
-            "recent": list(self.recent),
-            "samples": self.samples,
-        }
-        scaler = learner.policy.scaler
-        part = {
-            "generator": learner.generator.get_state(),
-            "memory": self.state,
-            "sums": scaler.sums if scaler else None,
-            "environments": self.vector.state(),
-        }
-        place, step = self.folder / "checkpoints", self.position.step
-        checkpoint.save(place, step, state, keep=self.recipe.keep, part=part)
-
-    def restore(self, found: checkpoint.Found) -> None:
-        """Become the run that the checkpoint was taken of."""
-        learner, state = self.learner, checkpoint.load(found)
-        part = checkpoint.load_part(found, distributed.rank())
-        if part is None or found.world_size != distributed.world_size():
-            raise ConfigError(
-                f"{found.path.name} was written by {found.world_size} processes, there are "
-                f"{distributed.world_size()}; start as many, or --resume never to begin again"
-            )
-        self.position = build(Position, state["position"], where="the checkpoint's position")
-        distributed.load_state(learner.policy, state["model"])
-        distributed.load_state(learner.optimizer, state["optimizer"])
-        learner.precision.load_state_dict(state["precision"])
-        learner.iteration = self.position.step
-        self.recent.extend(state["recent"])
-        self.samples = state["samples"]
-        learner.generator.set_state(part["generator"])
-        self.state = part["memory"]
-        if learner.policy.scaler is not None:
-            learner.policy.scaler.sums = part["sums"]
-        self.vector.restore(part["environments"])
-
-
-def make_policy(vector: Vector, recipe: PPORecipe) -> Policy:
-    """A fresh policy for these environments; the same on every rank."""
-    config = PolicyConfig(
-        observation=vector.features.width,
-        actions=to_plain(vector.actions),
-        hidden=recipe.hidden,
-        activation=recipe.activation,
-        memory=recipe.memory,
-        log_std=recipe.log_std,
-        normalize_observations=recipe.normalize_observations,
-        normalize_rewards=recipe.normalize_rewards,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
-        return Policy(config)
 
 
 def train(
@@ -536,6 +365,7 @@ def train(
     resume: Resume = "auto",
     trackers: Sequence[str] = (),
     quiet: bool = True,
+    name: str | None = None,
 ) -> Result:
     """Train a policy from nothing, or go on where a run was left.
 
@@ -551,6 +381,8 @@ def train(
         resume: "auto" goes on with what the folder holds, "never" removes it; or a checkpoint.
         trackers: Views of ``metrics.jsonl``, see `zoo.training.tracking`.
         quiet: Show no progress.
+        name: Of a card's weights, for ``recipe.json``: `rl.tasks` then writes them. None is the
+            environment's, and the policy is written as `rl.policy.load_policy` reads it.
 
     Raises:
         ConfigError: An unknown environment, spaces that do not fit, or another run's folder.
@@ -575,9 +407,9 @@ def train(
             n, seed = recipe.num_envs // ranks, seed_of(recipe.seed, ENVIRONMENTS)
             vector = make(wanted, n, seed, first=rank * n, bound=recipe.bound)
             place = Path(folder).absolute() if folder is not None else None
-            run = Training(vector, recipe, place)
+            run = Training(vector, Learner(make_policy(vector, recipe), recipe), place)
             try:
-                return _train(run, stop, resume, trackers, quiet)
+                return _train(run, stop, resume, trackers, quiet, name)
             finally:
                 vector.close()
     finally:
@@ -585,15 +417,20 @@ def train(
 
 
 def _train(
-    run: Training, stop: distributed.Stop, resume: Resume, trackers: Sequence[str], quiet: bool
+    run: Training,
+    stop: distributed.Stop,
+    resume: Resume,
+    trackers: Sequence[str],
+    quiet: bool,
+    name: str | None,
 ) -> Result:
     """The loop."""
-    recipe, kept = run.recipe, run.folder is not None
+    recipe = run.recipe
     tracker: Tracker = Silent()
-    if kept:
-        description = described(run.vector.name, recipe)  # type: ignore[arg-type]
-        begin(run, description, resume, quiet=quiet)  # type: ignore[arg-type]
-        tracker = follow(run, trackers, description)  # type: ignore[arg-type]
+    if run.folder is not None:
+        description = described(name or run.vector.name, recipe)
+        begin(run, run.folder, description, resume, quiet=quiet)
+        tracker = follow(run, run.folder, trackers, description)
     progress = Progress(
         recipe.iterations,
         done=run.position.step,
@@ -608,7 +445,7 @@ def _train(
             run.position.lines += 1
             progress.show(run.position.step, numbers)
             asked, every = stop.wanted(), recipe.checkpoint_every
-            if kept and (asked or run.finished or (every and run.position.step % every == 0)):
+            if run.folder and (asked or run.finished or (every and run.position.step % every == 0)):
                 run.save()
             if asked and not run.finished:
                 raise Interrupted
@@ -619,54 +456,7 @@ def _train(
         progress.close()
         tracker.close()
     policy = run.learner.policy.eval()
-    if run.folder is not None and distributed.is_main():
+    if run.folder is not None and distributed.is_main() and name is None:
         save_policy(policy, run.folder / "weights")
     mean = fmean(run.recent) if run.recent else float("nan")
     return Result(policy, mean, run.samples, run.position.step, monotonic() - began)
-
-
-@torch.no_grad()
-def evaluate(
-    policy: Policy,
-    env: str | Callable[[], gymnasium.Env[Any, Any]],
-    episodes: int = 100,
-    seed: int = 0,
-    *,
-    greedy: bool = True,
-) -> list[float]:
-    """Returns of whole episodes that no training sees, one in each of so many environments.
-
-    Args:
-        policy: Its statistics stand still.
-        env: Id of Gymnasium, or a class or function that makes one.
-        episodes: How many.
-        seed: Of the episodes, and of the actions if they are drawn.
-        greedy: Take the likeliest action; else draw.
-
-    Raises:
-        ConfigError: The environment is not the one the policy was trained for.
-        DataError: It raised an error, or allowed no action.
-    """
-    bound = bound_of(policy.tree)
-    vector = make(env, episodes, seed, stream=EVALUATION, bound=bound)
-    if vector.actions != policy.tree or vector.features.width != policy.config.observation:
-        raise ConfigError(
-            f"{vector.name} has {vector.features.width} numbers to see and "
-            f"{vector.actions.params} parameters of actions, the policy "
-            f"{policy.config.observation} and {policy.tree.params}; give the one it was trained for"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    state = policy.first(episodes)
-    returns: dict[int, float] = {}
-    while len(returns) < episodes:
-        mask = None if vector.mask is None else torch.from_numpy(vector.mask)
-        obs, start = torch.from_numpy(vector.obs), torch.from_numpy(vector.start)
-        params, _, state = policy(obs[None], state, start[None])
-        tree, row = policy.tree, params[0]
-        action = tree.mode(row, mask) if greedy else tree.sample(row, mask, generator)
-        vector.step(action.numpy())
-        for episode in vector.episodes:
-            returns.setdefault(episode.env, episode.reward)
-        vector.episodes.clear()
-    vector.close()
-    return [returns[env] for env in range(episodes)]

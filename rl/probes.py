@@ -207,3 +207,79 @@ class Arms(_Probe):
         self.t += 1
         self._draw()
         return self._observe(), reward, self.t == self.length, False, self._info()
+
+
+class SwitchPole(gymnasium.Env[Any, Any]):
+    """CartPole whose actions are switched in hard blocks: it is known where depth is needed.
+
+    Time goes in blocks of `block` steps, each hard with probability `hard`, as a flag says. Four
+    random bits are seen as -1 and 1; in a hard step the action is switched if their product is
+    positive. Without the bits a linear policy does; the product takes a deeper one.
+
+    Args:
+        hard: Share of hard blocks, in [0, 1].
+        block: Steps of a block.
+        limit: Steps of an episode.
+
+    Source: as CartPole-v1 of Gymnasium; the best return is `limit`.
+    """
+
+    def __init__(self, hard: float = 0.3, block: int = 25, limit: int = 500) -> None:
+        self.hard, self.block, self.limit = hard, block, limit
+        self.best = float(limit)
+        self.pole = gymnasium.make("CartPole-v1", disable_env_checker=True).unwrapped
+        self.observation_space = spaces.Box(-np.inf, np.inf, (9,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Begun:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self.t = 0
+        self.state, _ = self.pole.reset(seed=None if seed is None else seed % 2**31)
+        self._draw()
+        return self._observe(), {}
+
+    def _draw(self) -> None:
+        if self.t % self.block == 0:
+            self.is_hard = bool(self.np_random.random() < self.hard)
+        self.bits = 2.0 * self.np_random.integers(0, 2, 4) - 1
+
+    def _observe(self) -> np.ndarray:
+        return np.array([*self.state, float(self.is_hard), *self.bits], np.float32)
+
+    def step(self, action: Any) -> Answer:
+        """Push, or the other way."""
+        switched = self.is_hard and np.prod(self.bits) > 0
+        self.state, reward, fallen, _, _ = self.pole.step(1 - int(action) if switched else action)
+        self.t += 1
+        self._draw()
+        return self._observe(), float(reward), bool(fallen), self.t >= self.limit, {}
+
+
+class BitDepth(_Probe):
+    """Say the parity of the first k of `bits` bits, k being seen: how deep one must look is known.
+
+    The observation is k, one-hot, and the bits as -1 and 1, those after the first k as 0. The
+    reward is 1 for a right answer, `length` times.
+    """
+
+    def __init__(self, bits: int = 3, length: int = 8) -> None:
+        self.bits, self.length, self.best = bits, length, float(length)
+        self.observation_space = spaces.Box(-1.0, 1.0, (2 * bits,))
+
+    def _draw(self) -> None:
+        self.k = int(self.np_random.integers(1, self.bits + 1))
+        self.shown = 2 * self.np_random.integers(0, 2, self.bits) - 1
+        self.shown[self.k :] = 0
+
+    def _observe(self) -> Any:
+        depth = np.arange(1, self.bits + 1) == self.k
+        return np.concatenate((depth, self.shown)).astype(np.float32)
+
+    def step(self, action: Any) -> Answer:
+        """Answer: 1 if the product of the bits is positive."""
+        right = bool(np.prod(self.shown[: self.k]) > 0)
+        reward = float(bool(action) == right)
+        self.t += 1
+        self._draw()
+        return self._observe(), reward, self.t == self.length, False, {}

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from rl.pricing import Pricing
 from zoo.errors import ConfigError, shown
 from zoo.training.recipe import AdamW, Constant, Linear, Optimizer, Schedule
 
 ADAM = AdamW(lr=2.5e-4, eps=1e-5, weight_decay=0.0)  # core 3
-FALLING, SAME = Linear(), Constant()
+FALLING, SAME, FREE = Linear(), Constant(), Pricing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class PPORecipe:
         precision: In which the policy computes.
         hidden: Widths of the hidden layers.
         activation: Behind each of them.
+        branches: Hidden widths of the actor's branches; none is one actor of `hidden`.
+        exits: The actor may end after each hidden layer.
+        pricing: What branches cost, and how their gates stay open.
         memory: Size of the LSTM; 0 is none.
         bound: What keeps real actions within their bounds.
         log_std: First logarithm of their deviations.
@@ -72,6 +76,9 @@ class PPORecipe:
     precision: Literal["float32", "bfloat16"] = "float32"
     hidden: tuple[int, ...] = (64, 64)
     activation: Literal["tanh", "relu"] = "tanh"
+    branches: tuple[tuple[int, ...], ...] = ()
+    exits: bool = False
+    pricing: Pricing = FREE
     memory: int = 0
     bound: Literal["clip", "tanh"] = "clip"
     log_std: float = 0.0

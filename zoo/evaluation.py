@@ -25,8 +25,9 @@ class Measured:
     metric: str
     value: float
     n: int
-    data_sha256: str
+    data_sha256: str | None  # none where the numbers come from no file
     stated: Metric | None
+    tolerance: float = TOLERANCE  # if nothing is stated yet
 
     @property
     def same_data(self) -> bool:
@@ -68,15 +69,12 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
         )
     pipe = pipeline(card.full_name)
     for place in wanted:
-        dataset, split = _dataset(pipe, place)
-        path = dataset.path(split)
-        counted = _Counted(dataset.examples(split))
-        values = pipe.task.measure(pipe, counted)
-        digest = sha256_of(path)
+        values, n, digest, tolerance = _measure(pipe, place)
         for metric, value in values.items():
             full = f"{place}/{metric}"
             if data or full in stated:
-                yield Measured(card.full_name, full, value, counted.n, digest, stated.get(full))
+                old = stated.get(full)
+                yield Measured(card.full_name, full, value, n, digest, old, tolerance)
 
 
 def write_metrics(measured: list[Measured]) -> Path:
@@ -100,8 +98,9 @@ def write_metrics(measured: list[Measured]) -> Path:
             entry["name"] = result.metric
             entries.append(entry)
         entry["value"], entry["n"] = round(result.value, 4), result.n
-        entry.setdefault("tolerance", TOLERANCE)
-        entry["data_sha256"] = result.data_sha256
+        entry.setdefault("tolerance", round(result.tolerance, 4))
+        if result.data_sha256:
+            entry["data_sha256"] = result.data_sha256
         entry.setdefault("command", f"python scripts/evaluate.py {result.model}")
     write_atomically(path, tomlkit.dumps(document).encode())
     return path
@@ -138,6 +137,20 @@ def evaluated_cards() -> list[Card]:
         for found in map(card, list_models())
         for tag in registry.installed_tags(found)
     ]
+
+
+def _measure(pipe: Pipeline, place: str) -> tuple[dict[str, float], int, str | None, float]:
+    """Values on a set and split, items, hash of the set, tolerance of a number not stated yet.
+
+    A task without data sets, as one of environments, measures itself by its ``trial``.
+    """
+    if hasattr(pipe.task, "trial"):
+        values, n, tolerance = pipe.task.trial(pipe.model, place)
+        return values, n, None, tolerance
+    dataset, split = _dataset(pipe, place)
+    counted = _Counted(dataset.examples(split))
+    values = pipe.task.measure(pipe, counted)
+    return values, counted.n, sha256_of(dataset.path(split)), TOLERANCE
 
 
 def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset, str]:

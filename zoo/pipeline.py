@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,13 @@ class Pipeline:
         answers = self._answers(inputs, *split)
         gather = getattr(self.task, "gather", None)
         return gather(answers) if gather else answers
+
+    def __getattr__(self, name: str) -> Any:
+        """What a task offers beside answers, as a policy's ``play``."""
+        task = self.__dict__.get("task")
+        if name not in getattr(task, "offers", ()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(getattr(task, name), self.model)
 
     def _split(self, options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         """Options of reading, of running the model and of decoding."""

@@ -12,20 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rl import probes
 from rl.envs import make
+from rl.evaluation import evaluate
 from rl.policy import load_policy
-from rl.ppo import (
-    Learner,
-    Minibatch,
-    PPORecipe,
-    Training,
-    evaluate,
-    gae,
-    make_policy,
-    normalized,
-    ppo_loss,
-    rollout,
-    train,
-)
+from rl.ppo import Learner, Minibatch, gae, normalized, ppo_loss, train
+from rl.recipe import PPORecipe
+from rl.rollout import rollout
+from rl.state import Training, make_policy
 from zoo.errors import ConfigError
 from zoo.training.recipe import AdamW
 
@@ -245,7 +237,7 @@ def test_the_same_seed_gives_the_same_policy_and_another_seed_another() -> None:
 def test_kl_stops_an_update() -> None:
     recipe = replace(TINY, epochs=50, kl_stop=0.01, optimizer=AdamW(lr=0.05, weight_decay=0.0))
     vector = make(cartpole, 4, 0)
-    run = Training(vector, recipe, None)
+    run = Training(vector, Learner(make_policy(vector, recipe), recipe), None)
     assert run.iterate()["updates"] < 20
 
 

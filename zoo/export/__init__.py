@@ -30,7 +30,7 @@ from zoo.errors import ConfigError, ExportError, ZooError, nearest, require, sho
 from zoo.export import onnx, pt2
 from zoo.export.parity import Case, Run, compare
 from zoo.export.program import Program, failure, trace
-from zoo.registry import card_of, evaluating, load
+from zoo.registry import card_of, evaluating, load, make_task
 
 __all__ = ["FORMATS", "Case", "ExportReport", "Format", "describe", "export"]
 
@@ -91,6 +91,7 @@ def export(
     *,
     format: Literal["pt2", "onnx"] = "onnx",
     tolerance: float = 1e-4,
+    raw: bool = False,
     **config: Any,
 ) -> ExportReport:
     """Write a model as a file that runs without this project.
@@ -104,6 +105,8 @@ def export(
         out: Folder of the file, made if needed; or the file, ending with the format's suffix.
         format: "pt2" for PyTorch, "onnx" for onnxruntime and others.
         tolerance: Largest difference allowed, relative to the largest value of the same output.
+        raw: Write what the task makes of the model: from raw inputs to answers, for example from an
+            observation to the action for `env.step`.
         **config: Passed to `zoo.load`.
 
     Raises:
@@ -119,6 +122,7 @@ def export(
     if not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance is {shown(tolerance)}; it takes 0 or more, below 1")
     model = _model(target, config)
+    model = _graph(model) if raw else model
     card = card_of(model)
     path = _destination(Path(out), card, writer.SUFFIX)
     where = f"{card.full_name} as {format}"
@@ -208,18 +212,33 @@ def _model(target: str | Path | nn.Module, config: dict[str, Any]) -> nn.Module:
             config = {"pretrained": True, **config}
         model = load(target, **config)
     name = card_of(model).full_name
+    parameters = {key for key, _ in model.named_parameters()}
     for key, tensor in model.state_dict().items():
         if tensor.device.type != "cpu":
             raise ExportError(
                 f"{name}: {key} is on {tensor.device}; models are exported from the CPU, "
                 "call model.cpu()"
             )
-        if tensor.is_floating_point() and tensor.dtype != torch.float32:
+        # Statistics of float64 are buffers that stay what they are.
+        statistics = tensor.dtype == torch.float64 and key not in parameters
+        if tensor.is_floating_point() and tensor.dtype != torch.float32 and not statistics:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ExportError(
                 f"{name}: {key} is {kind}; models are exported in float32, call model.float()"
             )
     return model
+
+
+def _graph(model: nn.Module) -> nn.Module:
+    """From raw inputs to answers, as the task of the model has it."""
+    task = make_task(model)
+    graph: nn.Module = task.graph(model)
+    if not isinstance(getattr(graph, "card", None), Card):
+        raise ExportError(
+            f"{task.name} has no card of its raw inputs; leave raw out, and prepare inputs as "
+            "zoo.preprocess does"
+        )
+    return graph
 
 
 def _destination(out: Path, card: Card, suffix: str) -> Path:

@@ -62,7 +62,8 @@ def command(arguments: Sequence[str]) -> Callable[[], int]:
         resume = given.resume
 
     def run() -> int:
-        result = train(
+        own = getattr(registry.task_class(cards.card(name.partition(".")[0])), "train", train)
+        result = own(
             name,
             made,
             given.out or Path("runs", name),

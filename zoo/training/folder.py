@@ -6,9 +6,9 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from zoo import __version__, cards, files, registry
 from zoo.cards import Metric
@@ -16,15 +16,16 @@ from zoo.errors import ConfigError, shown
 from zoo.evaluation import TOLERANCE
 from zoo.saving import card_text, write_folder
 from zoo.training import checkpoint, distributed
-from zoo.training.recipe import Recipe, from_plain, to_plain
+from zoo.training.recipe import from_plain, to_plain
 from zoo.training.tracking import Silent, Tracker, open_trackers
 from zoo.weights import find_file
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import nn
 
     from zoo.data.rows import Rows
-    from zoo.training.state import Run
+    from zoo.training.state import Position, Run
 
 Resume = Literal["auto", "never"] | Path
 FREE = (
@@ -35,7 +36,7 @@ FREE = (
 )  # of a recipe, what may differ in a resumed run
 
 
-def read_recipe(path: Path) -> tuple[str, Recipe]:
+def read_recipe(path: Path) -> tuple[str, Any]:
     """Model and recipe of a ``recipe.json``.
 
     Raises:
@@ -50,13 +51,14 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
             "as recipe.json"
         ) from error
     task = registry.task_class(cards.card(str(model).partition(".")[0]))
-    able = {_name(cls): cls for cls in task.recipe.__mro__ if issubclass(cls, Recipe)}
+    kinds: tuple[type, ...] = task.recipe.__mro__
+    able = {_name(cls): cls for cls in kinds if is_dataclass(cls)}
     if kind not in able or not isinstance(values, dict):
         raise ConfigError(f"{path.name}: type is {shown(kind)}; {model} takes {', '.join(able)}")
     return str(model), from_plain(able[kind], values, where=path.name)
 
 
-def described(model: str, recipe: Recipe) -> dict[str, Any]:
+def described(model: str, recipe: DataclassInstance) -> dict[str, Any]:
     """What ``recipe.json`` holds; `read_recipe` gives it back."""
     return {"model": model, "type": _name(type(recipe)), "recipe": to_plain(recipe)}
 
@@ -65,23 +67,34 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def begin(run: Run, description: Mapping[str, Any], resume: Resume, *, quiet: bool) -> None:
+class Resumable(Protocol):
+    """What a run is to its folder: it has a position, and becomes what a checkpoint holds."""
+
+    position: Position
+
+    def restore(self, found: checkpoint.Found) -> None:
+        """Go on from a checkpoint."""
+
+
+def begin(
+    run: Resumable, folder: Path, description: Mapping[str, Any], resume: Resume, *, quiet: bool
+) -> None:
     """Make the folder a run of this recipe, and put the run where its checkpoint says.
 
     Raises:
         ConfigError: The folder holds a run by another recipe.
         CheckpointError: The checkpoint is not there, or none is complete.
     """
-    saved, path = run.folder / "checkpoints", run.folder / "recipe.json"
+    saved, path = folder / "checkpoints", folder / "recipe.json"
     refusal: list[str] | None = None
     if distributed.is_main():
         try:
             if resume == "never":
                 shutil.rmtree(saved, ignore_errors=True)
-                (run.folder / "metrics.jsonl").unlink(missing_ok=True)
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
             elif path.exists():
                 _same_run(path, description)
-            run.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             files.write_atomically(path, (json.dumps(description, indent=1) + "\n").encode())
         except ConfigError as error:
             refusal = [error.line, *error.details]
@@ -93,7 +106,7 @@ def begin(run: Run, description: Mapping[str, Any], resume: Resume, *, quiet: bo
         run.restore(found)
     if distributed.is_main() and not quiet:
         start = f"goes on from {found.path.name}" if found else "no checkpoint; starts at step 0"
-        print(f"{run.folder.name}: {start}", file=sys.stderr, flush=True)
+        print(f"{folder.name}: {start}", file=sys.stderr, flush=True)
 
 
 def _same_run(path: Path, description: Mapping[str, Any]) -> None:
@@ -116,12 +129,14 @@ def _same_run(path: Path, description: Mapping[str, Any]) -> None:
         )
 
 
-def follow(run: Run, names: Sequence[str], description: Mapping[str, Any]) -> Tracker:
+def follow(
+    run: Resumable, folder: Path, names: Sequence[str], description: Mapping[str, Any]
+) -> Tracker:
     """The trackers of the main process; the others have none."""
     if not distributed.is_main():
         return Silent()
     return open_trackers(
-        run.folder, names, description, step=run.position.step, keep=run.position.lines
+        folder, names, description, step=run.position.step, keep=run.position.lines
     )
 
 

@@ -10,12 +10,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from zoo.config import build, field_types
 from zoo.errors import ConfigError, nearest, shown
 
-R = TypeVar("R", bound="Recipe")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R")
 
 
 def _check(where: object, **ranges: tuple[bool, str]) -> None:
@@ -412,10 +415,10 @@ class Recipe:
         )
 
 
-def to_plain(recipe: Recipe) -> dict[str, Any]:
+def to_plain(recipe: DataclassInstance) -> dict[str, Any]:
     """Every field as JSON holds it, defaults included; `from_plain` gives an equal recipe.
 
-    An optimiser and a schedule are tables that name their class under "kind".
+    An optimiser, a schedule and the like are tables that name their class under "kind".
     """
     return {f.name: _plain(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
 
@@ -433,9 +436,11 @@ def from_plain(cls: type[R], values: Mapping[str, Any], *, where: str = "the rec
             one that is out of range.
     """
     made = dict(values)
-    for name, kinds in (("optimizer", Optimizer), ("schedule", Schedule)):
-        if isinstance(value := made.get(name), Mapping):
-            made[name] = _of_kind({k.__name__: k for k in get_args(kinds)}, value, where, name)
+    for name, hint in field_types(cls).items():  # type: ignore[arg-type]
+        able: tuple[type, ...] = get_args(hint) or (hint,)
+        kinds = {k.__name__: k for k in able if dataclasses.is_dataclass(k)}
+        if kinds and isinstance(value := made.get(name), Mapping):
+            made[name] = _of_kind(kinds, value, where, name)
     for name in sorted(field_types(cls).keys() & made.keys()):  # type: ignore[arg-type]
         if isinstance(made[name], float) and not math.isfinite(made[name]):
             raise ConfigError(f"{where}: {name} is {made[name]}; it takes a finite number")

@@ -103,8 +103,8 @@ def train(
         evaluation = Evaluation(bare, held_out, recipe, stop) if held_out is not None else None
         batches = make_batches(rows, task, recipe, place)
         run = Run(bare, task, recipe, batches, folder, device=place, evaluate=evaluation)
-        begin(run, described(name, recipe), resume, quiet=quiet)
-        tracker = follow(run, trackers, described(name, recipe))
+        begin(run, folder, described(name, recipe), resume, quiet=quiet)
+        tracker = follow(run, folder, trackers, described(name, recipe))
         progress = Progress(
             run.total,
             done=run.position.step,
