@@ -49,8 +49,14 @@ class BertConfig:
     norm_eps: float = 1e-12
     dropout: float = 0.1  # of hidden states and of attention weights
     pad_id: int = 0
-    task: Literal["sentence-embedding", "text-classification", "fill-mask"] = "fill-mask"
-    num_classes: int = 2  # text-classification only
+    task: Literal[
+        "sentence-embedding",
+        "text-classification",
+        "token-classification",
+        "question-answering",
+        "fill-mask",
+    ] = "fill-mask"
+    num_classes: int = 2  # of texts or of tokens
     pooling: Literal["mean", "cls"] = "mean"  # sentence-embedding only
     gradient_checkpointing: bool = False  # in training: less memory, one more forward pass
 
@@ -217,7 +223,7 @@ class Bert(nn.Module):
     # How this family's files name things: the body, its stack, and the heads.
     body_name: ClassVar[str] = "bert"
     stack_name: ClassVar[str] = "encoder"
-    head_names: ClassVar[tuple[str, ...]] = ("bert.pooler", "classifier", "cls")
+    head_names: ClassVar[tuple[str, ...]] = ("bert.pooler", "classifier", "qa_outputs", "cls")
     # The output matrix and bias, which some files store a second time under the name of a layer.
     copies: ClassVar[dict[str, str]] = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -239,11 +245,17 @@ class Bert(nn.Module):
         stack = nn.ModuleDict({"layer": layers})
         body = nn.ModuleDict({"embeddings": Embeddings(config), self.stack_name: stack})
         self.add_module(self.body_name, body)
-        self.make_head(config)
+        if config.task == "token-classification":
+            self.dropout = nn.Dropout(config.dropout)
+            self.classifier = nn.Linear(config.embed_dim, config.num_classes)
+        elif config.task == "question-answering":
+            self.qa_outputs = nn.Linear(config.embed_dim, 2)
+        else:
+            self.make_head(config)
         self.apply(self.init_weights)
 
     def make_head(self, config: BertConfig) -> None:
-        """The modules that only the task needs."""
+        """The modules of a head that the family's members name and build in ways of their own."""
         if config.task == "text-classification":
             dense = nn.Linear(config.embed_dim, config.embed_dim)
             self.bert["pooler"] = nn.ModuleDict({"dense": dense})
@@ -325,8 +337,14 @@ class Bert(nn.Module):
         Returns:
             sentence-embedding: vectors of unit length (batch, dim), zero for a row without tokens.
             text-classification: logits (batch, classes). fill-mask: logits (batch, tokens, vocab).
+            token-classification: logits (batch, tokens, classes). question-answering: logits
+            (batch, tokens, 2) of the first and of the last token of the answer.
         """
         x = self.features(input_ids, attention_mask, token_type_ids)
+        if self.config.task == "token-classification":
+            return self.classifier(self.dropout(x))
+        if self.config.task == "question-answering":
+            return self.qa_outputs(x)
         if self.config.task == "fill-mask":
             embeddings = self.get_submodule(f"{self.body_name}.embeddings")
             return self.score_words(x, embeddings.word_embeddings.weight)

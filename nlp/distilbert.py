@@ -62,7 +62,8 @@ class DistilBert(Bert):
     body_name = "distilbert"
     stack_name = "transformer"
     head_names = (
-        "pre_classifier", "classifier", "vocab_transform", "vocab_layer_norm", "vocab_projector",
+        "pre_classifier", "classifier", "qa_outputs",
+        "vocab_transform", "vocab_layer_norm", "vocab_projector",
     )  # fmt: skip
     copies: ClassVar[dict[str, str]] = {
         "vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"
@@ -77,7 +78,7 @@ class DistilBert(Bert):
         super().__init__(config)
 
     def make_head(self, config: BertConfig) -> None:
-        """The modules that only the task needs."""
+        """The modules of the heads that BERT names otherwise."""
         if config.task == "text-classification":
             self.pre_classifier = nn.Linear(config.embed_dim, config.embed_dim)
             self.dropout = nn.Dropout(config.dropout)

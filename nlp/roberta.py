@@ -55,7 +55,7 @@ class Roberta(Bert):
     """RoBERTa with the head of `config.task`."""
 
     body_name = "roberta"
-    head_names = ("classifier", "lm_head")
+    head_names = ("classifier", "qa_outputs", "lm_head")
     copies: ClassVar[dict[str, str]] = {
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
@@ -69,7 +69,7 @@ class Roberta(Bert):
         super().__init__(config)
 
     def make_head(self, config: BertConfig) -> None:
-        """The modules that only the task needs."""
+        """The modules of the heads that BERT names otherwise."""
         if config.task == "text-classification":
             dense = nn.Linear(config.embed_dim, config.embed_dim)
             out = nn.Linear(config.embed_dim, config.num_classes)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from nlp.text import IGNORED, TextPreprocessing, Tokenizer, collate, sample
-from zoo.cards import Card, TensorSpec
-from zoo.config import build
+from nlp.answers import QuestionAnswering as QuestionAnswering  # tasks of the same models
+from nlp.entities import TokenClassification as TokenClassification
+from nlp.text import IGNORED, collate, sample
+from nlp.text_task import (
+    CHUNK,
+    SEGMENTS,
+    Predict,
+    TextTask,
+    chunks,
+    columns,
+    inputs_of,
+    one_text,
+    share,
+    targets,
+)
+from zoo.cards import TensorSpec
 from zoo.data import Dataset
-from zoo.errors import CardError, ConfigError, DataError, shown
+from zoo.errors import ConfigError, DataError, shown
 from zoo.ranking import ranked
 from zoo.training.recipe import Recipe
 
-CHUNK = 1024  # examples that `measure` hands over at a time
 TOP_SCORE = 5.0  # of STS-B: the same meaning
-
-Predict = Callable[..., Any]  # a pipeline: a list of raw inputs -> their answers
 
 
 def read_parquet(path: Path, *, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -58,72 +66,6 @@ def read_pairs(path: Path) -> Iterator[tuple[tuple[str, str], float]]:
         yield (first, second), score
 
 
-class TextTask:
-    """What every task on text shares: the tokenizer of the weights, reading and padding.
-
-    Args:
-        card: Narrowed to the weights in use.
-        file: Path of an auxiliary file of the weights: the tokenizer.
-    """
-
-    name: ClassVar[str]
-    target: ClassVar[Literal["class", "number", "tokens"]] = "class"
-    recipe: ClassVar[type[Recipe]] = Recipe
-    inputs: ClassVar[dict[str, TensorSpec]] = {}  # beside ids and mask
-    outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
-    datasets: ClassVar[dict[str, Dataset]] = {}
-
-    def __init__(self, card: Card, file: Callable[[str], Path]) -> None:
-        self.card, self._file = card, file
-        where = f"{card.full_name}: preprocessing"
-        self.preprocessing = build(
-            TextPreprocessing, card.preprocessing, where=where, error=CardError
-        )
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the weights, opened when it is first needed."""
-        return Tokenizer(self._file(self.preprocessing.tokenizer), self.preprocessing)
-
-    def read(self, raw: object) -> dict[str, Tensor]:
-        """One text, or a pair, as the model takes it, without a batch axis.
-
-        Raises:
-            DataError: It is neither, or no valid text.
-        """
-        return sample(self.tokenizer.encode(raw))
-
-    def example(
-        self,
-        raw: Any,
-        target: Any,
-        recipe: Recipe | None = None,
-        generator: torch.Generator | None = None,
-        size: int | None = None,
-    ) -> dict[str, Tensor]:
-        """One text with its target, for `collate` and `loss`.
-
-        Texts are not augmented: the last three are there because images are.
-        """
-        return {**self.read(raw), "target": torch.as_tensor(target)}
-
-    def length(self, raw: Any) -> int:
-        """Characters of a text or a pair, which tells its tokens well enough to sort by."""
-        return sum(map(len, raw)) if isinstance(raw, tuple) else len(raw)
-
-    def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Number of items that the loss of a batch is a sum over."""
-        return len(batch["target"])
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """A batch of what `read` or `example` gave."""
-        return collate(samples) | _targets(samples)
-
-    def graph(self, model: nn.Module) -> nn.Module:
-        """Ids and mask to the task's outputs: pooling and heads are part of the model."""
-        return model
-
-
 class SentenceEmbedding(TextTask):
     """A vector of unit length for each text; the dot product of two is their likeness."""
 
@@ -152,9 +94,7 @@ class SentenceEmbedding(TextTask):
         Raises:
             DataError: It is no text, or a pair, of which each text has its own vector.
         """
-        if not isinstance(raw, str):
-            raise DataError(f"{shown(raw)} is no text; {self.name} takes a str, or a list of them")
-        return super().read(raw)
+        return super().read(one_text(raw, self.name))
 
     def example(
         self,
@@ -169,6 +109,10 @@ class SentenceEmbedding(TextTask):
         other = {f"second_{name}": tensor for name, tensor in second.items()}
         return {**first, **other, "target": torch.tensor(float(target))}
 
+    def examine(self, raw: Any, target: Any) -> None:
+        """Read both texts of a pair, only to see that they can be."""
+        self.example(raw, target)
+
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """A batch of texts; of pairs, all the first texts and then all the second ones."""
         mark = "second_"
@@ -176,7 +120,7 @@ class SentenceEmbedding(TextTask):
             {name.removeprefix(mark): t for name, t in row.items() if name.startswith(mark)}
             for row in samples
         ]
-        return collate([*samples, *filter(None, seconds)]) | _targets(samples)
+        return collate([*samples, *filter(None, seconds)]) | targets(samples)
 
     def loss(
         self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
@@ -190,7 +134,7 @@ class SentenceEmbedding(TextTask):
         """
         if label_smoothing:
             raise ConfigError(f"label_smoothing is {label_smoothing}; {self.name} takes 0")
-        first, second = model(**_inputs(batch)).chunk(2)
+        first, second = model(**inputs_of(batch)).chunk(2)
         cosine = (first * second).sum(-1)
         return (cosine - batch["target"] / TOP_SCORE).square().sum(), len(cosine)
 
@@ -215,9 +159,9 @@ class SentenceEmbedding(TextTask):
         """Spearman's rank correlation of the cosine of each pair with its score."""
         from scipy.stats import spearmanr  # half a second to import
 
-        pairs, scores = _columns(list(examples))
+        pairs, scores = columns(list(examples))
         index = {text: i for i, text in enumerate(dict.fromkeys(t for pair in pairs for t in pair))}
-        vectors = np.concatenate([predict(part) for part in _chunks(index)])
+        vectors = np.concatenate([predict(part) for part in chunks(index)])
         first, second = (vectors[[index[pair[side]] for pair in pairs]] for side in (0, 1))
         return {"spearman": float(spearmanr((first * second).sum(1), scores).statistic)}
 
@@ -226,9 +170,7 @@ class TextClassification(TextTask):
     """One class for each text or pair."""
 
     name = "text-classification"
-    inputs: ClassVar[dict[str, TensorSpec]] = {  # pairs have two segments
-        "token_type_ids": TensorSpec(dtype="int64", shape=("batch", "tokens"), range=(0, 2))
-    }
+    inputs = SEGMENTS
     outputs: ClassVar[dict[str, TensorSpec]] = {
         "logits": TensorSpec(dtype="float32", shape=("batch", "num_classes"))
     }
@@ -249,7 +191,7 @@ class TextClassification(TextTask):
         self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
     ) -> tuple[Tensor, int]:
         """Cross-entropy, sum and count; `label_smoothing` of each target goes to all classes."""
-        logits, target = model(**_inputs(batch)).float(), batch["target"]
+        logits, target = model(**inputs_of(batch)).float(), batch["target"]
         total = F.cross_entropy(logits, target, reduction="sum", label_smoothing=label_smoothing)
         return total, len(target)
 
@@ -259,11 +201,11 @@ class TextClassification(TextTask):
 
     def measure(self, predict: Predict, examples: Iterable[tuple[Any, int]]) -> dict[str, float]:
         """Share of texts whose most probable class is theirs."""
-        return {"accuracy": _share(predict, examples, "index")}
+        return {"accuracy": share(predict, examples, "index")}
 
 
 class FillMask(TextTask):
-    """The words that a text lacks where it says ``[MASK]``."""
+    """The words that a text lacks where it says ``[MASK]``, or ``<mask>`` for RoBERTa."""
 
     name = "fill-mask"
     target = "tokens"
@@ -275,14 +217,13 @@ class FillMask(TextTask):
         """One text as the model takes it, and the characters of each token, for `decode`.
 
         Raises:
-            DataError: It is no valid text, or none of the tokens that fit is ``[MASK]``.
+            DataError: It is no valid text, or none of the tokens that fit is the mask.
         """
-        if not isinstance(raw, str):
-            raise DataError(f"{shown(raw)} is no text; {self.name} takes a str, or a list of them")
-        encoding = self.tokenizer.encode(raw)
-        if self.tokenizer.id_of("[MASK]") not in encoding.ids:
+        encoding = self.tokenizer.encode(one_text(raw, self.name))
+        mask = self.tokenizer.mask_token
+        if self.tokenizer.id_of(mask) not in encoding.ids:
             where = f" in the {len(encoding.ids)} tokens that fit" if encoding.dropped else ""
-            raise DataError(f"{shown(raw)} has no [MASK]{where}; write it where a word is missing")
+            raise DataError(f"{shown(raw)} has no {mask}{where}; write it where a word is missing")
         return {**sample(encoding), "offsets": torch.tensor(encoding.offsets)}
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
@@ -293,7 +234,7 @@ class FillMask(TextTask):
         self, model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0
     ) -> tuple[Tensor, int]:
         """Cross-entropy of the tokens whose target is not -100, sum and count."""
-        logits, target = model(**_inputs(batch)).flatten(0, 1), batch["target"].flatten()
+        logits, target = model(**inputs_of(batch)).flatten(0, 1), batch["target"].flatten()
         total = F.cross_entropy(
             logits.float(),
             target,
@@ -323,59 +264,20 @@ class FillMask(TextTask):
         ]
 
     def _fill(self, row: Mapping[str, Tensor], logits: Tensor, top_k: int) -> list[dict[str, Any]]:
-        places = (row["input_ids"] == self.tokenizer.id_of("[MASK]")).nonzero().flatten()
-        spans, best = row["offsets"][places].tolist(), ranked(logits[places], None, top_k)
+        mask = self.tokenizer.mask_token
+        places = (row["input_ids"] == self.tokenizer.id_of(mask)).nonzero().flatten()
+        ends, best = row["offsets"][places, 1].tolist(), ranked(logits[places], None, top_k)
         return [
             {
-                "start": start,
+                "start": end - len(mask),  # RoBERTa's takes the space before it, too
                 "end": end,
                 "text": self.tokenizer.token_of(record["index"]),
                 "score": record["score"],
             }
-            for (start, end), records in zip(spans, best, strict=True)
+            for end, records in zip(ends, best, strict=True)
             for record in records
         ]
 
     def measure(self, predict: Predict, examples: Iterable[tuple[str, str]]) -> dict[str, float]:
         """Share of texts whose first missing word is the most probable token."""
-        return {"accuracy": _share(predict, examples, "text")}
-
-
-def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in batch.items() if name != "target"}
-
-
-def _targets(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Targets of a batch, if it has any: one a row, or one a token, padded to be ignored."""
-    if "target" not in samples[0]:
-        return {}
-    targets = [row["target"] for row in samples]
-    if targets[0].ndim:
-        return {"target": pad_sequence(targets, batch_first=True, padding_value=IGNORED)}
-    return {"target": torch.stack(targets)}
-
-
-def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, CHUNK)):
-        yield chunk
-
-
-def _columns(examples: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """Raw inputs and targets."""
-    if not examples:
-        raise DataError("there are no examples to measure on; check the split")
-    return [raw for raw, _ in examples], [target for _, target in examples]
-
-
-def _share(predict: Predict, examples: Iterable[tuple[Any, Any]], key: str) -> float:
-    """Share of examples whose best answer holds the target under `key`."""
-    right = total = 0
-    for chunk in _chunks(examples):
-        raws, targets = _columns(chunk)
-        answers = predict(raws, top_k=1)
-        right += sum(a[0][key] == target for a, target in zip(answers, targets, strict=True))
-        total += len(chunk)
-    if not total:
-        raise DataError("there are no examples to measure on; check the split")
-    return right / total
+        return {"accuracy": share(predict, examples, "text")}

@@ -21,6 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from zoo.errors import CardError, DataError, WeightsError, shown
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of a model
+MASKS = ("[MASK]", "<mask>")  # of BERT and its kin, of RoBERTa
 IGNORED = -100  # target of a token that has none; cross-entropy leaves it out
 
 
@@ -45,6 +47,16 @@ class Encoding:
     type_ids: list[int]  # segment of each token: 0, or 1 in the second text of a pair
     offsets: list[tuple[int, int]]  # characters of its text; (0, 0) for an added [CLS] or [SEP]
     dropped: int  # tokens that did not fit
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a text that the model takes at once, perhaps after a question."""
+
+    encoding: Encoding
+    of_text: list[bool]  # tokens of the text itself
+    # First pieces of words. Windows overlap; a word is in that in which more stands around it.
+    heads: list[bool]
 
 
 class Tokenizer:
@@ -102,12 +114,63 @@ class Tokenizer:
         self._report(sum(lengths), dropped)
         return Encoding(whole.ids, whole.type_ids, whole.offsets, dropped)
 
+    def windows(self, text: str, question: str | None = None) -> list[Window]:
+        """A text of any length in pieces that fit, a quarter of each in the next one too.
+
+        Args:
+            text: Nothing of it is dropped.
+            question: Goes before every piece; it may take half of the room, the rest is dropped.
+
+        Raises:
+            DataError: One is no valid text.
+        """
+        tokens = self._tokens(text)
+        asked: list[tokenizers.Encoding] = []
+        room = self.max_length - self.model.num_special_tokens_to_add(question is not None)
+        if room < 1:
+            raise DataError(f"max_length={self.max_length} leaves no room for a text; raise it")
+        if question is not None:
+            asked = [self._tokens(question)]
+            length = len(asked[0].ids)
+            if length > room // 2:
+                asked[0].truncate(room // 2)
+            kept = len(asked[0].ids)
+            self._report(length, length - kept)
+            room -= kept
+        words, overlap = tokens.word_ids, room // 4
+        heads = [word != before for before, word in zip([None, *words], words, strict=False)]
+        tokens.truncate(room, stride=overlap)
+        pieces = [tokens, *tokens.overflowing]
+        step = room - overlap
+        bounds = [0, *(i * step + overlap // 2 for i in range(1, len(pieces))), len(words)]
+        windows = []
+        for i, piece in enumerate(pieces):
+            whole = self.model.post_process(*asked, piece)
+            of_text = [part == len(asked) for part in whole.sequence_ids]
+            own = [False] * len(of_text)
+            first = of_text.index(True) - i * step if piece.ids else 0
+            for place in range(bounds[i], bounds[i + 1]):
+                own[first + place] = heads[place]
+            encoding = Encoding(whole.ids, whole.type_ids, whole.offsets, 0)
+            windows.append(Window(encoding, of_text, own))
+        return windows
+
+    @property
+    def mask_token(self) -> str:
+        """What stands for a missing word."""
+        return next((t for t in MASKS if self.id_of(t) is not None), MASKS[0])
+
     def id_of(self, token: str) -> int | None:
         """Id of a token, None where the vocabulary lacks it."""
         return self.model.token_to_id(token)
 
     def token_of(self, index: int) -> str:
-        """The token as the vocabulary writes it; one that continues a word starts with ``##``."""
+        """The token as people read it; a piece that continues a word starts with ``##``.
+
+        Pieces of bytes, which hold the space before a word, are given without it.
+        """
+        if isinstance(self.model.decoder, decoders.ByteLevel):
+            return self.model.decode([index], skip_special_tokens=False).strip()
         return self.model.id_to_token(index)
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -157,6 +220,18 @@ def from_vocabulary(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
     return model
 
 
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file.
+
+    Raises:
+        DataError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {shown(str(path))} as text: {error}") from error
+
+
 def cut(lengths: Sequence[int], budget: int) -> list[int]:
     """How many tokens are kept of one text or of two: the longer one is cut first.
 
@@ -181,9 +256,8 @@ def sample(encoding: Encoding) -> dict[str, Tensor]:
 
 def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Rows of any lengths as one batch, padded on the right; `attention_mask` is 0 there."""
-    names = ["input_ids", "attention_mask"]
-    if any("token_type_ids" in row for row in samples):
-        names.append("token_type_ids")  # rows without it are segment 0 throughout
+    # Where some rows have a second segment, those without it are segment 0 throughout.
+    names = INPUTS if any(INPUTS[2] in row for row in samples) else INPUTS[:2]
     return {
         name: pad_sequence(
             [row.get(name, torch.zeros_like(row["input_ids"])) for row in samples],
@@ -191,3 +265,20 @@ def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         )
         for name in names
     }
+
+
+def sample_of_windows(windows: Sequence[Window]) -> dict[str, Tensor]:
+    """What the model takes, for one text: one row a window, padded on the right."""
+    rows = [sample(window.encoding) for window in windows]
+    return collate_windows([{name: t[None] for name, t in row.items()} for row in rows])
+
+
+def collate_windows(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The windows of all texts, one below the other, as one batch."""
+    return collate(
+        [
+            {name: row[name][i] for name in INPUTS if name in row}
+            for row in samples
+            for i in range(len(row["input_ids"]))
+        ]
+    )

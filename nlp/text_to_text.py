@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nlp.tasks import CHUNK, Predict, TextTask
 from nlp.text import IGNORED
+from nlp.text_task import CHUNK, Predict, TextTask, one_text
 from nlp.transformer import Hypothesis, generate
 from zoo.cards import TensorSpec
-from zoo.errors import DataError, shown
+from zoo.errors import DataError
 from zoo.training.recipe import Recipe
 
 
@@ -39,9 +39,7 @@ class TextToText(TextTask):
         Raises:
             DataError: It is no valid text.
         """
-        if not isinstance(raw, str):
-            raise DataError(f"{shown(raw)} is no text; {self.name} takes a str, or a list of them")
-        return super().read(raw)
+        return super().read(one_text(raw, self.name))
 
     def example(
         self,

@@ -10,7 +10,7 @@ import stat
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -172,6 +172,13 @@ class Card:
         if not name:
             return None
         return self.held.get(name) or read_labels(self.folder / "labels" / f"{name}.txt")
+
+    def labelled(self, names: Sequence[str]) -> Card:
+        """This card with other names of the classes; the same where it has no weights."""
+        if not self.tag:
+            return self
+        own = replace(self.weights[self.tag], labels="own")
+        return replace(self, weights={**self.weights, self.tag: own}, held={"own": tuple(names)})
 
     def to_train(self, tag: str) -> Card:
         """This card narrowed to weights that are there, or that are still to be trained."""

@@ -217,7 +217,7 @@ def report(plan: Plan, folder: Path, metrics: dict[str, float]) -> Confusion | N
     scores = [n for n in names if n.startswith("validation/") and n != "validation/loss"]
     panels = [["loss", "validation/loss"], scores]
     draw_curves(folder / "curves.png", read_records(folder / "metrics.jsonl"), panels)
-    if plan.classes is None:
+    if plan.classes is None or not rows.classified:
         return None
     confusion = Confusion(plan.classes)
     for first in range(0, len(rows), CHUNK):

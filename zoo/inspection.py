@@ -19,7 +19,7 @@ import numpy as np
 from zoo import registry
 from zoo.cards import Card
 from zoo.config import plain
-from zoo.data.rows import Rows, Subset, check, open_rows, parts, split
+from zoo.data.rows import Rows, Subset, check, open_rows, parts, split, tables_of
 from zoo.errors import ConfigError, DataError, nearest, shown
 from zoo.files import sha256_of
 from zoo.saving import is_label
@@ -80,7 +80,12 @@ def reader_of(card: Card, request: Request) -> tuple[str, Any]:
     beside = registry.tasks_beside(card)
     wanted = request.task
     if not wanted:
-        classifies = [name for name in beside if name.endswith("-classification")]
+        classifies = [
+            name
+            for name, where in beside.items()
+            if name.endswith("-classification")
+            and getattr(registry.symbol(where, card), "target", "class") == "class"
+        ]
         wanted = own if own in classifies or len(classifies) != 1 else classifies[0]
     if wanted not in beside:
         raise ConfigError(
@@ -126,7 +131,8 @@ def look(
             opened = open_part(found[part], classes=labels)
         if unreadable is None:
             # As it is learnt: what embeds single texts learns from pairs of them.
-            whole = SimpleNamespace(read=lambda raw: task.example(raw, 0), example=task.example)
+            examine = getattr(task, "examine", lambda raw, _: task.example(raw, 0))
+            whole = SimpleNamespace(examine=examine)
             report, rows[part] = check(opened, whole)
             left_out[part] = [index for index, _, _ in report.unreadable]
             findings += report.lines()
@@ -142,7 +148,7 @@ def look(
             warnings.simplefilter("always")
             rows["train"], rows["validation"] = split(rows["train"], share, seed)
         findings += [str(warning.message) for warning in caught]
-        of = "of each class " if rows["train"].classes else ""
+        of = "of each class " if rows["train"].classified else ""
         findings.append(f"{share:.0%} {of}are held out for validation")
     if Path(request.data).exists():
         rows["train"].name = Path(request.data).resolve().name  # the card's numbers are called so
@@ -157,7 +163,7 @@ def places_of(request: Request, task: Any) -> dict[str, str]:
     if dataset:
         found |= {p: f"{name}/{p}" for p in dataset.files if part == "train" and p in PARTS}
     elif Path(request.data).exists():
-        found = parts(request.data)
+        found = parts(request.data, tables_of(task))
     return found | {"validation": request.validation or found.get("validation", f"{SHARE:.0%}")}
 
 
@@ -176,7 +182,7 @@ def share_of(text: str) -> float | None:
 
 
 def with_classes(rows: Rows) -> Rows:
-    """Rows whose classes all have items.
+    """Rows whose classes all have items; those whose items have parts of several stay as they are.
 
     Raises:
         DataError: Only one class has, or a name cannot be written as a label.
@@ -189,6 +195,8 @@ def with_classes(rows: Rows) -> Rows:
                 f"the class {shown(name)} of {shown(rows.name)} is empty or unprintable; give it a "
                 "name of one line"
             )
+    if not rows.classified:
+        return rows
     used = np.flatnonzero(rows.counts())
     if len(used) < 2:
         raise DataError(

@@ -130,8 +130,11 @@ class Plan:
         return lines
 
     def _shown_classes(self) -> str:
-        classes, counts = self.classes or (), self.rows["train"].counts()
-        names = [f"{_short(n)} ({c})" for n, c in zip(classes, counts, strict=True)][:SHOWN]
+        classes, rows = self.classes or (), self.rows["train"]
+        names = [_short(name) for name in classes]
+        if rows.classified:
+            names = [f"{n} ({c})" for n, c in zip(names, rows.counts(), strict=True)]
+        names = names[:SHOWN]
         return ", ".join(names) + (", …" if len(classes) > SHOWN else "")
 
 
@@ -261,11 +264,17 @@ def model_config(request: Request, classes: tuple[str, ...] | None) -> dict[str,
 
 
 def load_model(request: Request, task: str, classes: tuple[str, ...] | None) -> nn.Module:
-    """The model to be trained; what is fresh in it is a function of the recipe's seed."""
+    """The model to be trained, with its labels; what is fresh is a function of the seed."""
     torch.manual_seed(seed_of(int(request.fields.get("seed", 0))))
     place = registry.located(request.model)
     config = model_config(request, classes)
-    return registry.load(place, pretrained=starting_point(request), task=task or None, **config)
+    model: Any = registry.load(
+        place, pretrained=starting_point(request), task=task or None, **config
+    )
+    if classes is not None:
+        model.card = model.card.labelled(classes)
+    loaded: nn.Module = model
+    return loaded
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

@@ -384,13 +384,13 @@ def _task_field(card: Card, base: type, task: str) -> dict[str, Any]:
 
 
 def tasks_beside(card: Card) -> dict[str, str]:
-    """Tasks of the module that holds the card's own task: name → ``module:Class``."""
+    """Tasks that the module of the card's own task holds or imports: name → ``module:Class``."""
     module_name = card.task.partition(":")[0]
-    module = import_module(module_name)
+    module, package = import_module(module_name), module_name.partition(".")[0]
     return {
         name: f"{module_name}:{key}"
         for key, cls in vars(module).items()
-        if isinstance(cls, type) and cls.__module__ == module_name
+        if isinstance(cls, type) and cls.__module__.partition(".")[0] == package
         if isinstance(name := getattr(cls, "name", None), str)
     }
 

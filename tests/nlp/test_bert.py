@@ -100,10 +100,11 @@ def test_real_weights_give_the_normalised_mean_of_valid_tokens(minilm):
         assert torch.allclose(found[row].double(), mean / mean.norm(), atol=1e-6)
 
 
-@pytest.mark.parametrize("task", ["text-classification", "fill-mask"])
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "fill-mask"])
 def test_logits_and_gradients_are_those_of_transformers(task):
     kind = {
         "text-classification": transformers.BertForSequenceClassification,
+        "token-classification": transformers.BertForTokenClassification,
         "fill-mask": transformers.BertForMaskedLM,
     }[task]
     model, reference = tiny(task), kind(copy.deepcopy(HUGGING_FACE)).eval()
@@ -116,7 +117,7 @@ def test_logits_and_gradients_are_those_of_transformers(task):
     reference.tie_weights()
     ids, mask = batch()
     segments = torch.arange(ids.shape[1]).expand_as(ids) // 3 % 2
-    valid = mask if task == "fill-mask" else ...
+    valid = ... if task == "text-classification" else mask
 
     found = model(ids, mask, segments)
     expected = reference(input_ids=ids, attention_mask=mask.long(), token_type_ids=segments).logits

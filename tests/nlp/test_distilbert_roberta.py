@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from nlp.roberta import Roberta, RobertaConfig
 from zoo import tensorfile
 from zoo.groups import layer_groups
 
-TASKS = ("sentence-embedding", "text-classification", "fill-mask")
+TOKENS = ("token-classification", "question-answering", "fill-mask")  # an answer a token
+TASKS = ("sentence-embedding", "text-classification", *TOKENS)
 TINY = {
     "vocab_size": 60,
     "embed_dim": 32,
@@ -44,10 +46,16 @@ class Family:
         torch.manual_seed(1)
         return self.model(self.config(**TINY, num_classes=3, task=task)).eval()
 
+    def theirs_for(self, task: str) -> Any:
+        """The configuration of transformers; to answer questions takes two outputs a token."""
+        config = copy.deepcopy(self.theirs)
+        config.num_labels = 2 if task == "question-answering" else 3
+        return config
+
     def reference(self, task: str, *, spread: float = 0.2) -> Any:
         """The small model of transformers, its weights large enough that every part matters."""
         torch.manual_seed(0)
-        model = self.kinds[task](self.theirs).eval()
+        model = self.kinds[task](self.theirs_for(task)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=spread)
@@ -81,6 +89,8 @@ DISTILBERT = Family(
     ),
     kinds={
         "text-classification": transformers.DistilBertForSequenceClassification,
+        "token-classification": transformers.DistilBertForTokenClassification,
+        "question-answering": transformers.DistilBertForQuestionAnswering,
         "fill-mask": transformers.DistilBertForMaskedLM,
         "sentence-embedding": transformers.DistilBertModel,
     },
@@ -104,6 +114,8 @@ ROBERTA = Family(
     ),
     kinds={
         "text-classification": transformers.RobertaForSequenceClassification,
+        "token-classification": transformers.RobertaForTokenClassification,
+        "question-answering": transformers.RobertaForQuestionAnswering,
         "fill-mask": transformers.RobertaForMaskedLM,
         "sentence-embedding": transformers.RobertaModel,
     },
@@ -118,6 +130,13 @@ ROBERTA = Family(
 @pytest.fixture(params=[DISTILBERT, ROBERTA], ids=lambda family: family.card)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """The answer of a head of transformers as one tensor."""
+    if hasattr(outputs, "start_logits"):
+        return torch.stack([outputs.start_logits, outputs.end_logits], -1)
+    return outputs.logits
 
 
 def fill(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -135,7 +154,7 @@ def test_outputs_and_gradients_are_those_of_transformers(family, task):
     if task == "sentence-embedding":
         found, expected = model.features(ids, mask), other(**inputs).last_hidden_state
     else:
-        found, expected = model(ids, mask), other(**inputs).logits
+        found, expected = model(ids, mask), logits_of(other(**inputs))
     valid = ... if task == "text-classification" else mask
     assert (found - expected)[valid].abs().max() <= 5e-6
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
@@ -150,12 +169,12 @@ def test_outputs_and_gradients_are_those_of_transformers(family, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_transformers_opens_what_is_saved_with_nothing_missing(family, task, tmp_path):
     model = zoo.load(family.card, task=task, **TINY, **(
-        {"num_classes": 3} if task == "text-classification" else {}
+        {"num_classes": 3} if task.endswith("-classification") else {}
     ))  # fmt: skip
     zoo.save(model, tmp_path / "saved")
     stored = load_file(next((tmp_path / "saved").glob("*.safetensors")))
     folder = tmp_path / "theirs"
-    family.kinds[task](family.theirs).config.save_pretrained(folder)
+    family.kinds[task](family.theirs_for(task)).config.save_pretrained(folder)
     tensorfile.write(folder / "model.safetensors", stored, {"format": "pt"})
     other, report = family.kinds[task].from_pretrained(folder, output_loading_info=True)
     assert not report["unexpected_keys"]
@@ -167,7 +186,7 @@ def test_transformers_opens_what_is_saved_with_nothing_missing(family, task, tmp
         if task == "sentence-embedding":
             pair = model.features(ids, mask), other.eval()(**inputs).last_hidden_state
         else:
-            pair = model(ids, mask), other.eval()(**inputs).logits
+            pair = model(ids, mask), logits_of(other.eval()(**inputs))
     valid = ... if task == "text-classification" else mask
     assert (pair[0] - pair[1])[valid].abs().max() <= 5e-6
 
@@ -185,7 +204,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(family, task, side):
         together = model(torch.where(mask, ids, 10**9), mask)
         for row, valid in enumerate(mask):
             alone = model(ids[row][valid][None])[0]
-            part = together[row][valid] if task == "fill-mask" else together[row]
+            part = together[row][valid] if task in TOKENS else together[row]
             assert torch.allclose(part, alone, rtol=0, atol=1e-5)
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import tokenizers
 import torch
 from pyarrow import parquet
+from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import nn
 
 from nlp.bert import Bert, BertConfig
@@ -239,6 +241,26 @@ def test_a_mask_beyond_the_limit_is_refused_with_the_limit():
         pytest.raises(DataError, match=r"has no \[MASK\] in the 256 tokens that fit"),
     ):
         make(FillMask).read("a " * 300 + "[MASK]")
+
+
+def test_the_mask_of_roberta_is_filled_with_words_and_not_with_bytes(tmp_path):
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "Ġ", "a", "b", "Ġa", "Ġab"]
+    bpe = models.BPE({name: i for i, name in enumerate(names)}, [("Ġ", "a"), ("Ġa", "b")])
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.add_special_tokens(
+        ["<s>", "<pad>", "</s>", tokenizers.AddedToken("<mask>", lstrip=True)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    task = FillMask(CARD, lambda name: tmp_path / "tokenizer.json")
+    row = task.read("b <mask> ab")
+    assert row["input_ids"].tolist() == [0, 7, 4, 9, 2]
+    (answer,) = task.decode(torch.eye(10)[[0, 0, 9, 0, 0]][None] * 9, [row], top_k=1)
+    assert answer[0] == {"start": 2, "end": 8, "text": "ab", "score": pytest.approx(1, abs=2e-3)}
+    with pytest.raises(DataError, match="has no <mask>; write it"):
+        task.read("b [MASK]")
 
 
 def test_what_goes_to_the_model_is_ids_and_mask_only():

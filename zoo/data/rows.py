@@ -36,12 +36,18 @@ class Rows(ABC):
     Attributes:
         name: Where they come from, for people.
         classes: Name of every class in the order of the ids; None where targets are no classes.
-        targets: Of every item: class ids (int64), numbers (float64), or objects.
+        targets: Of every item: class ids (int64), numbers (float64), or objects: texts, or parts of
+            the input with a class each.
     """
 
     name: str
     classes: tuple[str, ...] | None
     targets: NDArray[Any]
+
+    @property
+    def classified(self) -> bool:
+        """True where each item is of one class."""
+        return self.classes is not None and self.targets.dtype != object
 
     @abstractmethod
     def raw(self, index: int) -> Any:
@@ -67,7 +73,7 @@ class Rows(ABC):
         return self.raw(index), target.item() if isinstance(target, np.generic) else target
 
     def counts(self) -> NDArray[np.int64]:
-        """Number of items of every class."""
+        """Number of items of every class, where they are `classified`."""
         return np.bincount(self.targets, minlength=len(self.classes or ()))
 
 
@@ -196,18 +202,28 @@ def open_rows(
             f"there is no {shown(str(place))};{nearest(str(place), sets)} give a folder, a file, "
             f"or a set: {shown(', '.join(sets), 80)}"
         )
-    path = Path(parts(path)["train"])
+    tables = tables_of(task)
+    path = Path(parts(path, tables)["train"])
     if path.is_dir():
         return _folder(path, task, classes)
-    if path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in tables:
         raise DataError(
             f"{shown(str(path))} is no table; give a folder, or a file ending in "
-            f"{', '.join(SUFFIXES)}"
+            f"{', '.join(tables)}"
         )
+    if hasattr(task, "open_file"):
+        opened: Rows = task.open_file(path, classes)
+        return opened
     return _from_table(path, task, text_column, label_column, classes)
 
 
-def parts(place: str | os.PathLike[str]) -> dict[str, str]:
+def tables_of(task: Any) -> tuple[str, ...]:
+    """Suffixes of files with many items: those that a task's own `open_file` reads, else tables."""
+    found: tuple[str, ...] = getattr(task, "tables", SUFFIXES)
+    return found
+
+
+def parts(place: str | os.PathLike[str], tables: tuple[str, ...] = SUFFIXES) -> dict[str, str]:
     """Where the parts ``train``, ``validation`` and ``test`` of a place lie.
 
     A folder has parts if it holds nothing but folders of such names (``val``, ``valid`` and ``dev``
@@ -220,13 +236,13 @@ def parts(place: str | os.PathLike[str]) -> dict[str, str]:
     path = Path(place)
     entries = _entries(path) if path.is_dir() else []
     folders = [entry for entry in entries if entry.is_dir()]
-    tables = [e for e in entries if e.is_file() and e.suffix.lower() in SUFFIXES]
+    files = [e for e in entries if e.is_file() and e.suffix.lower() in tables]
     named = [e for e in folders if e.name.lower() in PARTS]
     if len(named) == len(folders) and all(any(s.is_dir() for s in _entries(e)) for e in named):
         found = named
     else:
         found = []
-    found = found or [e for e in tables if e.stem.lower() in PARTS]
+    found = found or [e for e in files if e.stem.lower() in PARTS]
     result: dict[str, str] = {}
     for entry in found:
         part = PARTS[entry.stem.lower()]
@@ -238,8 +254,8 @@ def parts(place: str | os.PathLike[str]) -> dict[str, str]:
         result[part] = str(entry)
     if "train" in result:
         return result
-    if not folders and len(tables) == 1:
-        return {"train": str(tables[0])}
+    if not folders and len(files) == 1:
+        return {"train": str(files[0])}
     return {"train": str(path)}
 
 
@@ -261,9 +277,10 @@ def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
 
     if not 0 < share < 1:
         raise DataError(f"the share to hold out is {share}; it lies between 0 and 1")
-    counts = rows.counts() if rows.classes else np.array([len(rows)])
-    ids = rows.targets if rows.classes else np.zeros(len(rows), np.int64)
-    if lonely := [name for name, n in zip(rows.classes or (), counts, strict=False) if n == 1]:
+    counts = rows.counts() if rows.classified else np.array([len(rows)])
+    ids = rows.targets if rows.classified else np.zeros(len(rows), np.int64)
+    names = (rows.classes or ()) if rows.classified else ()
+    if lonely := [name for name, n in zip(names, counts, strict=False) if n == 1]:
         warnings.warn(
             f"{len(lonely)} classes have one item, which goes to training and is never measured: "
             f"{shown(', '.join(lonely), 80)}",
@@ -317,9 +334,10 @@ def check(rows: Rows, task: Any) -> tuple[Report, Rows]:
         DataError: No item is readable.
     """
     unreadable = []
+    examine = getattr(task, "examine", lambda raw, _: task.read(raw))
     for index in range(len(rows)):
         try:
-            task.read(rows.raw(index))
+            examine(*rows[index])
         except DataError as error:
             unreadable.append((index, rows.where(index), error.line))
     kept = np.setdiff1d(np.arange(len(rows)), [index for index, _, _ in unreadable])
@@ -327,7 +345,8 @@ def check(rows: Rows, task: Any) -> tuple[Report, Rows]:
         reasons = [f"{where}: {reason}" for _, where, reason in unreadable]
         raise DataError(f"none of the {len(rows)} items of {rows.name} can be read", *reasons)
     left = Subset(rows, kept) if unreadable else rows
-    pairs = list(zip(left.classes or (), left.counts() if left.classes else (), strict=True))
+    known = left.classified
+    pairs = list(zip(left.classes or (), left.counts(), strict=True)) if known else []
     suffixes = Counter(Path(path).suffix.lower() for path in getattr(rows, "paths", ()))
     report = Report(
         items=len(rows),
@@ -366,7 +385,7 @@ def _folder(root: Path, task: Any, classes: Sequence[str] | None) -> Rows:
     if not suffixes:
         raise DataError(
             f"{shown(str(root))} is a folder; {task.name} takes a table: a file ending in "
-            f"{', '.join(SUFFIXES)}"
+            f"{', '.join(tables_of(task))}"
         )
     folders = sorted((e for e in _entries(root) if e.is_dir()), key=lambda e: e.name)
     if not folders:
