@@ -15,7 +15,7 @@ Differs from the papers:
 
 State-dict keys and outputs are those of Hugging Face transformers 5.24.
 
-Cards: all-minilm-l6-v2, bert-base-uncased, bert-large-uncased.
+Cards: all-minilm-l6-v2, minilm-l6, bert-base-uncased, bert-large-uncased.
 """
 
 from __future__ import annotations

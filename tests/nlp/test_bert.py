@@ -494,7 +494,9 @@ def test_published_files_hold_exactly_the_tensors_that_the_key_table_knows(name)
     assert set(filter(None, model.convert_keys(stored).values())) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["all-minilm-l6-v2", "bert-base-uncased", "bert-large-uncased"])
+@pytest.mark.parametrize(
+    "name", ["all-minilm-l6-v2", "minilm-l6", "bert-base-uncased", "bert-large-uncased"]
+)
 def test_the_number_of_parameters_is_the_one_on_the_card(name):
     with torch.device("meta"):
         model = Bert(build(BertConfig, card(name).config, where=name))

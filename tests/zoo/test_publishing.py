@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import zoo
+from vision.augment import ImageRecipe
 from zoo import cards, check, evaluation, registry
 from zoo.errors import CardError, ConfigError, WeightsError, WeightsUnavailableError
 from zoo.publishing import publish
+from zoo.training.run import train
 
 CARD = """
 # a comment that stays
@@ -105,6 +110,36 @@ def test_published_weights_are_loaded_by_their_name(shelf: Path, trained: Path) 
     check.check_golden("small")
     publish(trained, "small.two")  # again, over what is there
     assert tomllib.loads(path.read_text())["weights"]["two"] == table
+
+
+def test_weights_that_begin_with_those_of_another_card_are_published(
+    shelf: Path, tmp_path: Path
+) -> None:
+    (shelf / "labels/two.txt").write_text("yes\nno\n")  # not the order of the folders' names
+    torch.manual_seed(0)
+    saved = zoo.save(zoo.load("small", width=8, num_classes=5), tmp_path / "body")
+    body, *_ = saved.glob("*.safetensors")
+    shutil.copy(body, shelf / body.name)
+    digest = hashlib.sha256(body.read_bytes()).hexdigest()
+    head, _, preprocessing = CARD.partition("[weights.two.preprocessing]")
+    (shelf / "body.toml").write_text(
+        f"{head.partition('[weights.two]')[0]}[weights.v1]\nlicence = 'Apache-2.0'\n"
+        f"config = {{ num_classes = 5 }}\nfiles = [{{ name = '{body.name}', "
+        f"size = {body.stat().st_size}, sha256 = '{digest}' }}]\n"
+        f"[weights.v1.preprocessing]{preprocessing}"
+    )
+    for number in range(4):
+        place = tmp_path / "data" / ("no", "yes")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (0, 60 * number, 0)).save(place / f"{number}.png")
+    recipe = ImageRecipe(
+        data=str(tmp_path / "data"), init="body.v1", config={"num_classes": 2}, epochs=1
+    )
+    result = train("small.two", recipe, tmp_path / "run", trackers=(), quiet=True)
+    assert zoo.load(result.weights).card.labels == ("yes", "no")
+    publish(result.weights, "small.two")
+    assert zoo.card("small.two").weights["two"].origin["derived_from"] == "body.v1"
+    assert zoo.load("small.two").card.labels == ("yes", "no")
 
 
 def test_another_model_than_the_cards_is_refused(

@@ -167,7 +167,7 @@ def write_weights(
         origin["derived_from"] = source
     names = labels or card.labels
     classes = run.batches.rows.classes
-    if names is None and classes and len(classes) == card.config.get("num_classes"):
+    if names is None and classes and len(classes) == getattr(model.config, "num_classes", None):
         names = classes
     auxiliary = {f.name: find_file(card, f.name) for f in old.files[1:]} if old else {}
     setattr(model, "card", replace(card, name=base))  # noqa: B010 (a Module takes only tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import cards, registry
+from zoo.cards import Card
 from zoo.data.caching import cached
 from zoo.data.loader import Batches
 from zoo.data.order import Order, balanced, bucketed, progressive, seed_of
@@ -99,7 +100,8 @@ def train(
         prepare_model(bare, recipe, place)
         seed_everything(recipe.seed)
         task = registry.make_task(bare)
-        rows, held_out = open_data(recipe, bare, rows, validation_rows)
+        named = stated(model).labels if isinstance(model, str) else None
+        rows, held_out = open_data(recipe, bare, rows, validation_rows, named)
         evaluation = Evaluation(bare, held_out, recipe, stop) if held_out is not None else None
         batches = make_batches(rows, task, recipe, place)
         run = Run(bare, task, recipe, batches, folder, device=place, evaluate=evaluation)
@@ -132,10 +134,7 @@ def recipe_of(name: str) -> Recipe:
         UnknownModelError: No such model, or no such recipe.
     """
     base, _, tag = name.partition(".")
-    card = cards.card(base)
-    if tag in {**card.weights, **card.planned}:
-        card = card.to_train(tag)
-    module = import_module(card.model.partition(":")[0])
+    module = import_module(stated(name).model.partition(":")[0])
     recipes: dict[str, Recipe] = getattr(module, "RECIPES", {})
     if not tag and len(recipes) == 1:
         return next(iter(recipes.values()))
@@ -149,19 +148,28 @@ def recipe_of(name: str) -> Recipe:
     return found
 
 
+def stated(name: str) -> Card:
+    """The card of the weights that are to be made, as far as it is there: else of the model alone.
+
+    Raises:
+        UnknownModelError: No such model.
+    """
+    base, _, tag = name.partition(".")
+    card = cards.card(base)
+    return card.to_train(tag) if tag in {**card.weights, **card.planned} else card
+
+
 def make_model(name: str, recipe: Recipe) -> nn.Module:
     """The model that a recipe begins with, with the card of the weights it will have.
 
     Fresh weights are a function of ``recipe.seed``.
     """
-    base, _, tag = name.partition(".")
-    card = cards.card(base)
+    card = stated(name)
     torch.manual_seed(seed_of(recipe.seed))
     config, task = recipe.config, recipe.task
     if recipe.init is None:
-        start = name if tag in {**card.weights, **card.planned} else base
-        return registry.load(start, pretrained=False, task=task, **config)
-    init = recipe.init if "." in recipe.init else f"{base}.{recipe.init}"
+        return registry.load(card.full_name, pretrained=False, task=task, **config)
+    init = recipe.init if "." in recipe.init else f"{card.name}.{recipe.init}"
     return registry.load(init, task=task, **config)
 
 
@@ -187,21 +195,34 @@ def prepare_model(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
 
 
 def open_data(
-    recipe: Recipe, model: nn.Module, rows: Rows | None, held_out: Rows | None
+    recipe: Recipe,
+    model: nn.Module,
+    rows: Rows | None,
+    held_out: Rows | None,
+    named: Sequence[str] | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Rows to train on and rows to measure on, where the caller has not given them.
+
+    Args:
+        recipe: Names the data.
+        model: To be trained.
+        rows: To train on; None opens them.
+        held_out: To measure on; None opens them, if the recipe names any.
+        named: Classes of the weights that are to be made; not used for another number of classes.
 
     Raises:
         ConfigError: The recipe names no data, or the model has another number of classes.
     """
     task, card = registry.make_task(model), registry.card_of(model)
+    classes = getattr(getattr(model, "config", None), "num_classes", None)
+    if named is not None and len(named) != classes:
+        named = None
     if rows is None:
         if not recipe.data:
             raise ConfigError("the recipe names no data; give a set (cifar10/train) or a path")
-        rows = open_rows(recipe.data, task, classes=card.labels)
+        rows = open_rows(recipe.data, task, classes=card.labels or named)
     if held_out is None and recipe.validation:
         held_out = open_rows(recipe.validation, task, classes=rows.classes)
-    classes = getattr(getattr(model, "config", None), "num_classes", None)
     if rows.classes and classes is not None and len(rows.classes) > classes:
         raise ConfigError(
             f"{rows.name} has {len(rows.classes)} classes and {card.name} {classes}; "
