@@ -113,8 +113,11 @@ def record(
 
 
 def _picture(vector: Serial) -> Image.Image:
+    frame: Any = None
     try:
-        frame: Any = vector.envs[0].render()
+        frame = vector.envs[0].render()
+    except NotImplementedError:
+        pass
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"{vector.name} needs a package: {shown(str(error), 120)}") from error
     if frame is None:
