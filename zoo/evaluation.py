@@ -9,9 +9,8 @@ from typing import Any
 
 from zoo import registry, tensorfile
 from zoo.cards import Card, Metric
-from zoo.data import Dataset
+from zoo.data import Dataset, Made
 from zoo.errors import CardError, ConfigError, UnknownModelError, nearest, shown
-from zoo.files import sha256_of
 from zoo.pipeline import Pipeline, pipeline
 
 TOLERANCE = 0.002  # of a number that the card does not state yet
@@ -69,10 +68,9 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
     pipe = pipeline(card.full_name)
     for place in wanted:
         dataset, split = _dataset(pipe, place)
-        path = dataset.path(split)
+        digest = dataset.sha256(split)
         counted = _Counted(dataset.examples(split))
         values = pipe.task.measure(pipe, counted)
-        digest = sha256_of(path)
         for metric, value in values.items():
             full = f"{place}/{metric}"
             if data or full in stated:
@@ -140,9 +138,9 @@ def evaluated_cards() -> list[Card]:
     ]
 
 
-def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset, str]:
+def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset | Made, str]:
     name, _, split = place.partition("/")
-    sets: dict[str, Dataset] = pipe.task.datasets
+    sets: dict[str, Dataset | Made] = pipe.task.datasets
     if name not in sets:
         raise UnknownModelError(
             f"{pipe.task.name} knows no data set {shown(name)};{nearest(name, sets)} it knows "
