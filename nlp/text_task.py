@@ -52,6 +52,7 @@ class TextTask:
     inputs: ClassVar[dict[str, TensorSpec]] = {}  # beside ids and mask
     outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
     datasets: ClassVar[dict[str, Dataset | Made]] = {}
+    budget: ClassVar[int] = 1024  # tokens of a batch: its hidden states stay in a core's cache
 
     def __init__(self, card: Card, file: Callable[[str], Path]) -> None:
         self.card, self._file = card, file
