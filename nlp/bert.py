@@ -8,7 +8,7 @@ Papers:
 Differs from the papers:
     * Padding does not exist. Positions count the tokens that are attended to, the others are never
       read, and the first token is found by the mask: a row alone equals the same row in any batch,
-      padded on either side.
+      padded on either side. On the CPU it is not computed either.
     * Weights start from a normal distribution, not from a truncated one.
     * There is no head for next-sentence prediction; published tensors of it are dropped.
     * Sentence embeddings have unit length.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -111,15 +111,60 @@ class Embeddings(nn.Module):
         return self.dropout(self.LayerNorm(x + self.position_embeddings(positions)))
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Rows of a batch one after the other without padding, the shorter ones first.
+
+    What is done to each token alone is done to all at once; attention is computed for rows of equal
+    length together, so that it needs no mask.
+
+    Attributes:
+        index: Place of each token in the flattened batch, int64 (tokens,).
+        groups: How many rows of which length follow one another.
+    """
+
+    index: Tensor
+    groups: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(mask: Bool[Tensor, "batch tokens"]) -> Packing:
+        """The packing of the tokens that are attended to."""
+        lengths = mask.sum(1)
+        order = lengths.argsort(stable=True)
+        rows, columns = mask[order].nonzero(as_tuple=True)
+        found, counts = lengths[lengths > 0].unique(return_counts=True)
+        groups = tuple(zip(counts.tolist(), found.tolist(), strict=True))
+        return Packing(order[rows] * mask.shape[1] + columns, groups)
+
+    def packed(self, x: Int[Tensor, "batch tokens"]) -> Int[Tensor, "1 packed"]:
+        """The values of the tokens that are attended to."""
+        return x.flatten()[self.index][None]
+
+    def padded(
+        self, x: Float[Tensor, "1 packed dim"], batch: int, tokens: int
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """The batch again, zero where nothing is attended to."""
+        whole = x.new_zeros(batch * tokens, x.shape[2])
+        return whole.index_copy(0, self.index, x[0]).view(batch, tokens, -1)
+
+
 def attend(
     query: Float[Tensor, "batch tokens dim"],
     key: Float[Tensor, "batch tokens dim"],
     value: Float[Tensor, "batch tokens dim"],
-    mask: Bool[Tensor, "batch 1 queries tokens"],
+    mask: Bool[Tensor, "batch 1 queries tokens"] | Packing | None,
     num_heads: int,
     dropout: float,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Scaled dot-product attention of every head, side by side."""
+    """Scaled dot-product attention of every head, side by side; None attends to everything."""
+    if isinstance(mask, Packing):
+        sizes = [rows * length for rows, length in mask.groups]
+        pieces = zip(*(x[0].split(sizes) for x in (query, key, value)), strict=True)
+        parts = [
+            attend(*(x.view(rows, length, -1) for x in piece), None, num_heads, dropout)
+            for piece, (rows, length) in zip(pieces, mask.groups, strict=True)
+        ]
+        return torch.cat([part.flatten(0, 1) for part in parts])[None]
     query, key, value = (
         x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # batch heads tokens dim
         for x in (query, key, value)
@@ -139,7 +184,9 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.embed_dim, config.embed_dim)
 
     def forward(
-        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
+        self,
+        x: Float[Tensor, "batch tokens dim"],
+        mask: Bool[Tensor, "batch 1 queries tokens"] | Packing,
     ) -> Float[Tensor, "batch tokens dim"]:
         """Values averaged by the match of their keys with each query."""
         dropout = self.dropout if self.training else 0.0
@@ -175,7 +222,9 @@ class Layer(nn.Module):
         self.output = AddNorm(config.mlp_dim, config)
 
     def forward(
-        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
+        self,
+        x: Float[Tensor, "batch tokens dim"],
+        mask: Bool[Tensor, "batch 1 queries tokens"] | Packing,
     ) -> Float[Tensor, "batch tokens dim"]:
         """Hidden states after this block."""
         x = self.attention["output"](self.attention["self"](x, mask), x)
@@ -237,6 +286,7 @@ class Bert(nn.Module):
         r"|cls\.seq_relationship\.(weight|bias)"
     )
     make_layer: ClassVar[type[nn.Module]] = Layer
+    packs = True  # on the CPU rows are computed without their padding
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -316,13 +366,22 @@ class Bert(nn.Module):
         else:
             segments = token_type_ids * mask
         body = self.get_submodule(self.body_name)
-        positions = _positions(mask) + self.config.first_position
-        x = body["embeddings"](input_ids, positions, segments)
-        # One row of the mask a query: with a single row for all, ONNX's Attention does not run.
-        attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+        inputs = input_ids, _positions(mask) + self.config.first_position, segments
+        packing = None
+        if self.packs and not torch.compiler.is_compiling() and mask.device.type == "cpu":
+            packing = Packing.of(mask)
+        if packing and packing.groups:
+            attend: Any = packing
+            inputs = tuple(packing.packed(x) for x in inputs)
+        else:
+            # One row of the mask a query: with one row for all, ONNX's Attention does not run.
+            attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+        x = body["embeddings"](*inputs)
         recompute = self.config.gradient_checkpointing and self.training
         for layer in body[self.stack_name]["layer"]:
             x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
+        if attend is packing:
+            return packing.padded(x, *mask.shape)
         # Backends differ in what attention gives to a row without tokens.
         return torch.where(mask[..., None], x, 0)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from nlp.bert import Bert, BertConfig, WordScores, attend
+from nlp.bert import Bert, BertConfig, Packing, WordScores, attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,9 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch 1 queries tokens"]
+        self,
+        x: Float[Tensor, "batch tokens dim"],
+        mask: Bool[Tensor, "batch 1 queries tokens"] | Packing,
     ) -> Float[Tensor, "batch tokens dim"]:
         """Hidden states after this block; only attention weights and the perceptron are dropped."""
         query, key, value = (self.attention[name](x) for name in ("q_lin", "k_lin", "v_lin"))

@@ -25,7 +25,7 @@ from nlp.text import (
 )
 from zoo.cards import Card, TensorSpec
 from zoo.config import build
-from zoo.data import Dataset
+from zoo.data import Dataset, Made
 from zoo.errors import CardError, DataError, shown
 from zoo.training.recipe import Recipe
 
@@ -51,7 +51,8 @@ class TextTask:
     recipe: ClassVar[type[Recipe]] = Recipe
     inputs: ClassVar[dict[str, TensorSpec]] = {}  # beside ids and mask
     outputs: ClassVar[dict[str, TensorSpec]]  # of a model that is loaded for this task
-    datasets: ClassVar[dict[str, Dataset]] = {}
+    datasets: ClassVar[dict[str, Dataset | Made]] = {}
+    budget: ClassVar[int] = 1024  # tokens of a batch: its hidden states stay in a core's cache
 
     def __init__(self, card: Card, file: Callable[[str], Path]) -> None:
         self.card, self._file = card, file

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nlp.spelled_numbers import NUMBERS
 from nlp.text import IGNORED
 from nlp.text_task import CHUNK, Predict, TextTask, one_text
 from nlp.transformer import Hypothesis, generate
 from zoo.cards import TensorSpec
+from zoo.data import Dataset, Made
 from zoo.errors import DataError
 from zoo.training.recipe import Recipe
 
@@ -28,10 +30,11 @@ class TextToText(TextTask):
     """
 
     name = "text-to-text"
-    target = "tokens"
+    target = "text"
     outputs: ClassVar[dict[str, TensorSpec]] = {
         "logits": TensorSpec(dtype="float32", shape=("batch", "targets", "vocab_size"))
     }
+    datasets: ClassVar[dict[str, Dataset | Made]] = {"numbers": NUMBERS}
 
     def read(self, raw: object) -> dict[str, Tensor]:
         """One text as the model takes it, without a batch axis.
@@ -51,6 +54,10 @@ class TextToText(TextTask):
     ) -> dict[str, Tensor]:
         """A text with its answer, from the start to the end token; the last three are not used."""
         return {**self.read(raw), "target": self.read(target)["input_ids"]}
+
+    def examine(self, raw: Any, target: Any) -> None:
+        """Read a text and its answer, only to see that they can be."""
+        self.example(raw, target)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Number of tokens that are foretold: all but the start of each target."""

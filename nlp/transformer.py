@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from zoo.errors import ConfigError, DataError
-from zoo.training.recipe import AdamW, InverseRoot, Recipe
+from zoo.training.recipe import AdamW, InverseRoot, Linear, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -631,3 +631,29 @@ PAPER = Recipe(
     label_smoothing=0.1,
     buckets=True,
 )
+
+RECIPES = {
+    # Numbers in words and in digits, both ways.
+    "numbers": Recipe(
+        data="numbers/train",
+        validation="numbers/validation",
+        epochs=4,
+        batch_size=64,
+        optimizer=AdamW(lr=2e-3, betas=(0.9, 0.98), eps=1e-9),
+        schedule=Linear(warmup=0.1),
+        clip_norm=1.0,
+        buckets=True,
+    ),
+    # The plain reference for SST-2: nothing but its own 67,349 sentences and phrases.
+    "sst2": Recipe(
+        data="sst2/train",
+        validation="sst2/validation",
+        epochs=5,
+        batch_size=64,
+        optimizer=AdamW(lr=1e-3, weight_decay=0.05),
+        schedule=Linear(warmup=0.1),
+        label_smoothing=0.1,
+        clip_norm=1.0,
+        buckets=True,
+    ),
+}

@@ -95,7 +95,7 @@ class Weights:
     """One set of weights: what it is, where it is, how its inputs are prepared, how good it is."""
 
     licence: str
-    files: tuple[File, ...] = ()  # none: still to be trained
+    files: tuple[File, ...] = ()  # none, or auxiliary ones alone: still to be trained
     origin: dict[str, Any] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     default: bool = False
@@ -107,6 +107,16 @@ class Weights:
     model: str | None = None
     task: str | None = None
     head: tuple[str, ...] | None = None
+
+    @property
+    def trained(self) -> bool:
+        """True where there are tensors: the first file, unless it is text."""
+        return bool(self.files) and not self.files[0].name.endswith((".json", ".txt"))
+
+    @property
+    def auxiliary(self) -> tuple[File, ...]:
+        """Files beside the tensors: a tokenizer."""
+        return self.files[1:] if self.trained else self.files
 
     @property
     def installed_kinds(self) -> bool:
@@ -333,8 +343,8 @@ def parse_card(content: bytes, name: str) -> Card:
         raise CardError(f"card {name} holds a number of {number.bit_length()} bits; TOML's have 64")
     found = replace(build(Card, table, where=f"card {name}", error=CardError), name=name)
     _validate(found, name)
-    made = {tag: weights for tag, weights in found.weights.items() if weights.files}
-    planned = {tag: weights for tag, weights in found.weights.items() if not weights.files}
+    made = {tag: weights for tag, weights in found.weights.items() if weights.trained}
+    planned = {tag: weights for tag, weights in found.weights.items() if not weights.trained}
     return replace(found, weights=made, planned=planned)
 
 
@@ -370,8 +380,8 @@ def _validate(found: Card, name: str) -> None:
     for tag, weights in found.weights.items():
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,31}", tag):
             refuse(f"{shown(tag)} cannot be a tag")
-        if not weights.files and (weights.default or weights.golden or weights.metrics):
-            refuse(f"weights.{tag} lists no files, and yet what only trained weights have")
+        if not weights.trained and (weights.default or weights.golden or weights.metrics):
+            refuse(f"weights.{tag} lists no tensors, and yet what only trained weights have")
         if weights.default and not weights.installed_kinds:
             refuse(f"weights.{tag} is the default, but no source of it is installed with the zoo")
         for name_of_file in filter(None, (weights.labels, weights.golden)):

@@ -9,9 +9,8 @@ from typing import Any
 
 from zoo import registry, tensorfile
 from zoo.cards import Card, Metric
-from zoo.data import Dataset
+from zoo.data import Dataset, Made
 from zoo.errors import CardError, ConfigError, UnknownModelError, nearest, shown
-from zoo.files import sha256_of
 from zoo.pipeline import Pipeline, pipeline
 
 TOLERANCE = 0.002  # of a number that the card does not state yet
@@ -150,12 +149,12 @@ def _measure(pipe: Pipeline, place: str) -> tuple[dict[str, float], int, str | N
     dataset, split = _dataset(pipe, place)
     counted = _Counted(dataset.examples(split))
     values = pipe.task.measure(pipe, counted)
-    return values, counted.n, sha256_of(dataset.path(split)), TOLERANCE
+    return values, counted.n, dataset.sha256(split), TOLERANCE
 
 
-def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset, str]:
+def _dataset(pipe: Pipeline, place: str) -> tuple[Dataset | Made, str]:
     name, _, split = place.partition("/")
-    sets: dict[str, Dataset] = pipe.task.datasets
+    sets: dict[str, Dataset | Made] = pipe.task.datasets
     if name not in sets:
         raise UnknownModelError(
             f"{pipe.task.name} knows no data set {shown(name)};{nearest(name, sets)} it knows "

@@ -154,7 +154,7 @@ def _auxiliary(card: Card, folder: Path | None) -> tuple[dict[str, Path], tuple[
         return {}, (f"note     {card.name} says nothing of preprocessing{hint}",)
     found: dict[str, Path] = {}
     notes: list[str] = []
-    for file in card.weights[card.tag].files[1:]:
+    for file in card.weights[card.tag].auxiliary:
         beside = folder / (file.upstream or file.name) if folder else None
         try:
             own = beside if beside and _belongs(beside) else find_file(card, file.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,13 +27,15 @@ class Pipeline:
     The model answers in eval mode and is in its own mode again afterwards.
     """
 
-    def __init__(self, model: nn.Module, *, batch_size: int = BATCH_SIZE) -> None:
-        if type(batch_size) is not int or batch_size < 1:
+    def __init__(self, model: nn.Module, *, batch_size: int | None = None) -> None:
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
             raise ConfigError(f"batch_size is {shown(batch_size)}; it takes a whole number from 1")
         self.model = model
         self.card = registry.card_of(model)
         self.task = registry.make_task(model)
-        self.batch_size = batch_size
+        # Items of like length share a batch; a task may say how much a batch holds instead.
+        self.budget: int | None = None if batch_size else getattr(self.task, "budget", None)
+        self.batch_size = batch_size or BATCH_SIZE
         # A task whose answer takes more than one call of the model says how, in `run`.
         self._run = getattr(self.task, "run", _forward)
         self._decodes_samples = "samples" in inspect.signature(self.task.decode).parameters
@@ -110,21 +113,30 @@ class Pipeline:
                 (index, _read(self.task, inputs, index, reading))
                 for index in range(start, min(start + window, len(inputs)))
             ]
-            samples.sort(key=lambda item: max(tensor.numel() for tensor in item[1].values()))
-            for first in range(0, len(samples), self.batch_size):
-                part = samples[first : first + self.batch_size]
+            samples.sort(key=lambda item: _size(item[1]))
+            while samples:
+                count = self._fitting([_size(sample) for _, sample in samples])
+                part, samples = samples[:count], samples[count:]
                 yield [index for index, _ in part], [sample for _, sample in part]
+
+    def _fitting(self, sizes: list[int]) -> int:
+        """How many of some items, the smallest first, are one batch."""
+        if self.budget is None:
+            return self.batch_size
+        whole = itertools.accumulate(sizes)
+        return max(1, sum(1 for size in whole if size <= self.budget))
 
 
 def pipeline(
-    target: str | Path | nn.Module, *, batch_size: int = BATCH_SIZE, **options: Any
+    target: str | Path | nn.Module, *, batch_size: int | None = None, **options: Any
 ) -> Pipeline:
     """A pipeline for a name, a loaded model, or the folder of a saved one.
 
     Args:
         target: A name means its trained weights, with or without a tag; random ones are never run
             unless ``pretrained=False`` asks for them.
-        batch_size: Items that the model sees at a time.
+        batch_size: Items that the model sees at a time; by default `BATCH_SIZE`, of texts as many
+            as have `budget` tokens.
         **options: Passed to `zoo.load`.
     """
     if isinstance(target, str | Path):
@@ -185,6 +197,10 @@ def _read(
             raise
         raise DataError(f"item {index}: {error.line}", *error.details) from error
     return sample
+
+
+def _size(sample: dict[str, Tensor]) -> int:
+    return max(tensor.numel() for tensor in sample.values())
 
 
 def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:

@@ -53,7 +53,7 @@ def publish(folder: str | Path, name: str) -> Path:
     written = [tensorfile_of(model, f"{base}.{tag}.safetensors", name)]
     made = saved.weights[saved.tag or ""]
     keys = {value: key for key, value in saved.preprocessing.items() if isinstance(value, str)}
-    for file in made.files[1:]:
+    for file in made.auxiliary:
         target = str(stated.preprocessing[keys[file.name]])
         files.write_atomically(cards.CARDS / target, find_file(saved, file.name).read_bytes())
         written.append(cards.CARDS / target)
@@ -79,7 +79,7 @@ def tensorfile_of(model: nn.Module, file: str, name: str) -> Path:
 
 def _agree(saved: Card, card: Card, stated: Weights, name: str) -> None:
     """Refuse a folder whose model is not the one that the table describes."""
-    auxiliary = [file.name for file in saved.weights[saved.tag or ""].files[1:]]
+    auxiliary = [file.name for file in saved.weights[saved.tag or ""].auxiliary]
     shape = registry.config_class(registry.symbol(saved.model, saved), saved)
     listed = card.folder / "labels" / f"{stated.labels}.txt"
     pairs: dict[str, Any] = {

@@ -60,7 +60,7 @@ def save(
         labels=labels if labels is not None else card.labels,
         licence=licence or (old.licence if old else "not stated"),
         origin=origin,
-        auxiliary={f.name: find_file(card, f.name) for f in old.files[1:]} if old else {},
+        auxiliary={f.name: find_file(card, f.name) for f in old.auxiliary} if old else {},
     )
 
 

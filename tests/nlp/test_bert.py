@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zoo
-from nlp.bert import Bert, BertConfig, SelfAttention
+from nlp.bert import Bert, BertConfig, Packing, SelfAttention
 from zoo import tensorfile
 from zoo.cards import card
 from zoo.config import build
@@ -600,3 +600,57 @@ def test_the_model_compiles_without_a_break(task):
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
         assert torch.allclose(compiled(ids, mask), model(ids, mask), atol=1e-6)
+
+
+# Packing
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("lengths", [(11, 3, 0, 7, 3), (5, 5, 5), (1,)])
+def test_rows_without_their_padding_give_the_same(task, lengths):
+    model = tiny(task)
+    ids, mask = batch(lengths)
+    garbage = torch.where(mask, ids, 10**9)
+    packed = model(garbage, mask)
+    model.packs = False
+    padded = model(garbage, mask)
+    assert packed.shape == padded.shape
+    assert (packed - padded).abs().max() <= 2e-5 * padded.abs().max()
+
+
+def test_gradients_without_padding_are_the_same():
+    ids, mask = batch((11, 3, 7, 3))
+    found = {}
+    for packs in (True, False):
+        model = tiny("fill-mask")
+        model.packs = packs
+        model(ids, mask)[mask].square().sum().backward()
+        found[packs] = {name: p.grad for name, p in model.named_parameters()}
+    largest = max(gradient.abs().max() for gradient in found[False].values())
+    for name, gradient in found[False].items():  # that of the keys' biases is zero by nature
+        assert (found[True][name] - gradient).abs().max() <= 2e-5 * largest, name
+
+
+def test_tokens_are_packed_by_the_length_of_their_row():
+    mask = torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]).bool()
+    packing = Packing.of(mask)
+    assert packing.groups == ((1, 1), (2, 3))
+    assert packing.index.tolist() == [4, 1, 2, 3, 12, 13, 14]
+    values = torch.arange(16).view(4, 4)
+    again = packing.padded(packing.packed(values)[..., None].float(), 4, 4)[..., 0]
+    assert torch.equal(again, (values * mask).float())
+
+
+def test_attention_without_padding_needs_no_mask(monkeypatch):
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, *rest, attn_mask, **options):
+        seen.append((query.shape[0], query.shape[2], attn_mask))
+        return attention(query, *rest, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    ids, mask = batch((11, 3, 7, 3))
+    model = tiny("fill-mask")
+    model(ids, mask)
+    assert seen == [(2, 3, None), (1, 7, None), (1, 11, None)] * model.config.num_layers

@@ -13,6 +13,7 @@ from pyarrow import parquet
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import nn
 
+import zoo
 from nlp.bert import Bert, BertConfig
 from nlp.tasks import FillMask, SentenceEmbedding, TextClassification, TextTask, read_parquet
 from zoo.cards import card
@@ -334,3 +335,34 @@ def test_another_file_is_refused_by_its_columns(tmp_path):
     for name in ("x.parquet", "y.parquet"):
         with pytest.raises(DataError, match=f"{name}.*sentence, label"):
             list(read_parquet(tmp_path / name, columns=("sentence", "label")))
+
+
+# Batches of a pipeline
+
+
+def test_a_batch_of_texts_holds_as_many_as_fit_its_budget_of_tokens(tiny_bert):
+    pipe = zoo.pipeline(tiny_bert)
+    texts = ["word " * (1 + 37 * i % 200) for i in range(60)]
+    seen = []
+
+    def watch(module, arguments, options):
+        seen.append(options["attention_mask"].sum(1))
+
+    watching = pipe.model.register_forward_pre_hook(watch, with_kwargs=True)
+    together = pipe(texts)
+    watching.remove()
+    sizes = [int(rows.sum()) for rows in seen]
+    assert max(sizes) <= pipe.task.budget == 1024
+    # The next text would not have fitted.
+    firsts = [int(rows[0]) for rows in seen[1:]]
+    assert all(size + first > 1024 for size, first in zip(sizes, firsts, strict=False))
+    alone = np.stack([pipe(text) for text in texts])
+    assert np.abs(together - alone).max() <= 2e-5 * np.abs(alone).max()
+    assert np.abs(zoo.pipeline(tiny_bert, batch_size=7)(texts) - alone).max() <= 2e-5
+
+
+def test_a_text_beyond_the_budget_is_a_batch_of_its_own(tiny_bert, monkeypatch):
+    monkeypatch.setattr(SentenceEmbedding, "budget", 5)
+    texts = ["a b c d e f g h", "a", "i j k l m n o p"]
+    expected = zoo.pipeline(tiny_bert, batch_size=1)(texts)
+    assert np.allclose(zoo.pipeline(tiny_bert)(texts), expected, rtol=0, atol=1e-6)

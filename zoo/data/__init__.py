@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zoo.errors import DataError, nearest, shown
+from zoo.files import sha256_of
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,7 @@ class Dataset:
                 fill.
         """
         if split not in self.files:
-            raise DataError(
-                f"{self.name} has no split {shown(split)};{nearest(split, self.files)} "
-                f"it has {', '.join(self.files)}"
-            )
+            raise _no_split(self.name, split, self.files)
         root = os.environ.get("ZOO_DATA")
         relative = self.files[split]
         if not root:
@@ -54,3 +54,43 @@ class Dataset:
     def examples(self, split: str) -> Iterator[tuple[Any, Any]]:
         """Every (raw input, target) of a split, each once, in the published order."""
         return self.read(self.path(split))
+
+    def sha256(self, split: str) -> str:
+        """Of the bytes of a split."""
+        return sha256_of(self.path(split))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A data set that is made where it is used, and is the same everywhere."""
+
+    name: str
+    splits: tuple[str, ...]
+    make: Callable[[str], Iterator[tuple[str, str]]]  # split -> (raw input, target)
+    columns: tuple[str, ...] = ()  # there is no table
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The splits; no file holds them."""
+        return dict.fromkeys(self.splits, "")
+
+    def examples(self, split: str) -> Iterator[tuple[str, str]]:
+        """Every (raw input, target) of a split, in its order.
+
+        Raises:
+            DataError: There is no such split.
+        """
+        if split not in self.splits:
+            raise _no_split(self.name, split, self.splits)
+        return self.make(split)
+
+    def sha256(self, split: str) -> str:
+        """Of the examples of a split as JSON lines."""
+        lines = (json.dumps(example) + "\n" for example in self.examples(split))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _no_split(name: str, split: str, splits: Iterable[str]) -> DataError:
+    return DataError(
+        f"{name} has no split {shown(split)};{nearest(split, splits)} it has {', '.join(splits)}"
+    )

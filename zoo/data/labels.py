@@ -1,4 +1,4 @@
-"""Labels as people write them, turned into class ids or numbers."""
+"""Labels as people write them, turned into class ids or numbers; answers, which are texts."""
 
 from __future__ import annotations
 
@@ -70,6 +70,19 @@ def numbers(values: Sequence[Any], where: str) -> NDArray[np.float64]:
                 f"{where}: row {row} has {shown(value)}; the task learns a finite number"
             )
     return np.array(values, dtype=np.float64)
+
+
+def answers(values: Sequence[Any], where: str) -> NDArray[np.object_]:
+    """The values as texts.
+
+    Raises:
+        DataError: There are no values, one is missing, or one is no text.
+    """
+    _refuse_missing(values, where)
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(f"{where}: row {row} has {shown(value)}; the task learns a text")
+    return np.array(values, dtype=object)
 
 
 def hub_names(table: Any, label: str) -> tuple[str, ...] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zoo.data.labels import class_ids, hub_names, numbers
+from zoo.data.labels import answers, class_ids, hub_names, numbers
 from zoo.data.tables import SUFFIXES, choose_columns, read_parquet, read_table
 from zoo.errors import DataError, nearest, shown
 
@@ -360,8 +360,8 @@ def check(rows: Rows, task: Any) -> tuple[Report, Rows]:
 
 def _published(dataset: Any, part: str, classes: Sequence[str] | None) -> Rows:
     """A split of a published set, by its own class names unless others are given."""
-    path, name = dataset.path(part), f"{dataset.name}/{part}"
-    if not dataset.columns or path.suffix != ".parquet":
+    name = f"{dataset.name}/{part}"
+    if not dataset.columns or (path := dataset.path(part)).suffix != ".parquet":
         return ListRows(name, dataset.examples(part), tuple(classes) if classes else None)
     from pyarrow import ArrowInvalid
 
@@ -426,15 +426,22 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
 def _from_table(
     path: Path, task: Any, text_column: str | None, label_column: str | None, classes: Any
 ) -> Rows:
-    """Rows of a user's table, its labels turned into ids or numbers."""
-    table, number = read_table(path), getattr(task, "target", "class") == "number"
+    """Rows of a user's table, its labels turned into ids or numbers, or left as texts."""
+    table, kind = read_table(path), getattr(task, "target", "class")
     inputs, label = choose_columns(
-        table, path.name, text_column=text_column, label_column=label_column, pair=number
+        table,
+        path.name,
+        text_column=text_column,
+        label_column=label_column,
+        pair=kind == "number",
+        answer=kind == "text",
     )
     where = f"{path.name}, column {shown(label, 30)}"
     values = table.column(label).to_pylist()
-    if number:
+    if kind == "number":
         return TableRows(path.name, table, inputs, numbers(values, where), None)
+    if kind == "text":
+        return TableRows(path.name, table, inputs, answers(values, where), None)
     names, targets = class_ids(values, where, hub=hub_names(table, label), classes=classes)
     return TableRows(path.name, table, inputs, targets, names)
 

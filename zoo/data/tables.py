@@ -22,6 +22,14 @@ PAIRS = (
     ("text_a", "text_b"),
 )
 LABELS = ("label", "labels", "class", "category", "target", "score", "sentiment", "intent")
+# Columns of a text and of the text that answers it.
+ANSWERS = (
+    ("source", "target"),
+    ("input", "output"),
+    ("text", "summary"),
+    ("question", "answer"),
+    ("text", "target"),
+)
 ROW_NUMBERS = ("", "idx", "id", "index", "unnamed: 0", "__index_level_0__")
 
 
@@ -77,6 +85,7 @@ def choose_columns(
     text_column: str | None,
     label_column: str | None,
     pair: bool = False,
+    answer: bool = False,
 ) -> tuple[list[str], str]:
     """The columns of the input, two for pairs, and that of the label.
 
@@ -89,11 +98,18 @@ def choose_columns(
         text_column: One name, or two with a comma between them.
         label_column: One name.
         pair: The task takes pairs.
+        answer: The label is a text that answers another one; of two columns, the second.
 
     Raises:
         DataError: A stated column does not exist, or the columns are unclear.
     """
     names: list[str] = table.column_names
+    if answer and text_column is None and label_column is None:
+        lower = {name.lower(): name for name in names}
+        usual = (p for p in ANSWERS if p[0] in lower and p[1] in lower)
+        found = next(usual, tuple(name.lower() for name in names) if len(names) == 2 else None)
+        if found:
+            return [lower[found[0]]], lower[found[1]]
     if label_column is not None and label_column not in names:
         raise _no_column(name, label_column, names)
     label = label_column or _usual_label(names)
