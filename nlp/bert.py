@@ -291,28 +291,9 @@ class Bert(nn.Module):
         Raises:
             DataError: A row is longer than `config.max_length`, or an id is not in the vocabulary.
         """
-        if input_ids.ndim != 2:
-            raise DataError(
-                f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
-                "one text becomes a batch with input_ids[None]"
-            )
         mask = self._mask(input_ids, attention_mask)
-        self._check(input_ids, mask)
-        input_ids = torch.where(mask, input_ids, self.config.pad_id)
-        if token_type_ids is None or self.config.type_vocab_size < 2:
-            segments = torch.zeros_like(input_ids)
-        else:
-            segments = token_type_ids * mask
-        body = self.get_submodule(self.body_name)
-        positions = _positions(mask) + self.config.first_position
-        x = body["embeddings"](input_ids, positions, segments)
-        # One row of the mask a query: with a single row for all, ONNX's Attention does not run.
-        attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
-        recompute = self.config.gradient_checkpointing and self.training
-        for layer in body[self.stack_name]["layer"]:
-            x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
-        # Backends differ in what attention gives to a row without tokens.
-        return torch.where(mask[..., None], x, 0)
+        x = self._embed(input_ids, mask, token_type_ids)
+        return self._encode(x, mask, range(self.config.num_layers))
 
     def forward(
         self,
@@ -326,11 +307,37 @@ class Bert(nn.Module):
             sentence-embedding: vectors of unit length (batch, dim), zero for a row without tokens.
             text-classification: logits (batch, classes). fill-mask: logits (batch, tokens, vocab).
         """
-        x = self.features(input_ids, attention_mask, token_type_ids)
-        if self.config.task == "fill-mask":
-            embeddings = self.get_submodule(f"{self.body_name}.embeddings")
-            return self.score_words(x, embeddings.word_embeddings.weight)
+        layers = range(self.config.num_layers)
+        return self.stage(None, layers, input_ids, attention_mask, token_type_ids)
+
+    def stage(
+        self,
+        x: Float[Tensor, "batch tokens dim"] | None,
+        layers: range,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch tokens"] | Bool[Tensor, "batch tokens"] | None = None,
+        token_type_ids: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, "batch ..."]:
+        """What some layers make of what those before them gave: a part of `forward`.
+
+        Args:
+            x: Hidden states; None begins with the text.
+            layers: Numbers of the layers. The last one of all is followed by the task's head.
+            input_ids: As `forward` takes it, as the rest.
+            attention_mask: The same.
+            token_type_ids: The same.
+
+        Returns:
+            Hidden states, or what `forward` gives.
+        """
         mask = self._mask(input_ids, attention_mask)
+        if x is None:
+            x = self._embed(input_ids, mask, token_type_ids)
+        x = self._encode(x, mask, layers)
+        if layers.stop < self.config.num_layers:
+            return x
+        if self.config.task == "fill-mask":
+            return self.score_words(x, self.get_parameter(self._words))
         first = mask & (_positions(mask) == 0)
         if self.config.task == "text-classification":
             return self.score_classes(_mean(x, first))
@@ -338,6 +345,14 @@ class Bert(nn.Module):
         length = x.norm(dim=-1, keepdim=True)
         # Not a small constant: the gradient of a zero vector would be divided by it, and overflow.
         return x / torch.where(length == 0, 1, length)
+
+    @property
+    def _words(self) -> str:
+        return f"{self.body_name}.embeddings.word_embeddings.weight"
+
+    def tied_names(self) -> list[str]:
+        """Parameters of the embeddings that the head reads too."""
+        return [self._words] if self.config.task == "fill-mask" else []
 
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the text to the answer: embeddings, each layer, the task's head."""
@@ -374,6 +389,34 @@ class Bert(nn.Module):
 
     def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return input_ids != self.config.pad_id if attention_mask is None else attention_mask != 0
+
+    def _embed(self, input_ids: Tensor, mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """First hidden states."""
+        if input_ids.ndim != 2:
+            raise DataError(
+                f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
+                "one text becomes a batch with input_ids[None]"
+            )
+        self._check(input_ids, mask)
+        input_ids = torch.where(mask, input_ids, self.config.pad_id)
+        if token_type_ids is None or self.config.type_vocab_size < 2:
+            segments = torch.zeros_like(input_ids)
+        else:
+            segments = token_type_ids * mask
+        positions = _positions(mask) + self.config.first_position
+        x: Tensor = self.get_submodule(self.body_name)["embeddings"](input_ids, positions, segments)
+        return x
+
+    def _encode(self, x: Tensor, mask: Tensor, layers: range) -> Tensor:
+        """Hidden states after some layers; zero at tokens that are not attended to."""
+        # One row of the mask a query: with a single row for all, ONNX's Attention does not run.
+        attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+        recompute = self.config.gradient_checkpointing and self.training
+        stack = self.get_submodule(self.body_name)[self.stack_name]["layer"]
+        for layer in (stack[number] for number in layers):
+            x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
+        # Backends differ in what attention gives to a row without tokens.
+        return torch.where(mask[..., None], x, 0)
 
     def _check(self, input_ids: Tensor, mask: Tensor) -> None:
         """Say what would be a bare index error; ids only on the CPU, where looking is cheap."""

@@ -26,7 +26,8 @@ BATCH_SIZE = 32  # items that the model answers at a time
 class Evaluation:
     """Metrics of a model on some rows: every rank answers its share, each item counts once.
 
-    Under FSDP, whose forward passes are common to all ranks, each rank answers everything.
+    Where forward passes are common to all ranks, as in sharded models and in pipelines, each rank
+    answers everything.
 
     Args:
         model: Bare; its card names the task.
@@ -38,12 +39,13 @@ class Evaluation:
     def __init__(self, model: nn.Module, rows: Rows, recipe: Recipe, stop: Stop) -> None:
         self.pipe = Pipeline(model, batch_size=BATCH_SIZE)
         self.rows, self.recipe, self.stop = rows, recipe, stop
+        self.common = recipe.strategy != "ddp" and distributed.world_size() > 1
 
     def __call__(self, model: nn.Module, *, exact: bool = False) -> dict[str, float]:
         """Metrics by name, equal on all ranks.
 
         Args:
-            model: The one it was made for.
+            model: The one it was made for, or what the ranks make of it together.
             exact: In float32, whatever the recipe's precision.
 
         Raises:
@@ -51,13 +53,15 @@ class Evaluation:
         """
 
         def look(*_: object) -> None:
-            if self.stop.requested:
+            # Ranks that pass forward together leave together: the others would wait.
+            if self.stop.wanted() if self.common else self.stop.requested:
                 raise Interrupted
 
         device = next(model.parameters()).device
         casting = nullcontext() if exact else Precision(self.recipe.precision, device).autocast()
         # What is compiled for training is not for other sizes and a hook that raises.
         eager = torch.compiler.set_stance("force_eager") if self.recipe.compile else nullcontext()
+        self.pipe.model = model
         watching = model.register_forward_pre_hook(look)
         try:
             with casting, eager:
@@ -73,7 +77,7 @@ class Evaluation:
     def _predict(self, raws: list[Any], **options: Any) -> Any:
         """The answers of all ranks, in the order of the items."""
         rank, world = distributed.rank(), distributed.world_size()
-        if self.recipe.strategy == "fsdp":
+        if self.common:
             rank, world = 0, 1
         mine = raws[rank::world]
         try:
