@@ -62,7 +62,14 @@ class Evaluation:
         # What is compiled for training is not for other sizes and a hook that raises.
         eager = torch.compiler.set_stance("force_eager") if self.recipe.compile else nullcontext()
         self.pipe.model = model
-        watching = model.register_forward_pre_hook(look)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            # What holds gathered parameters is made at the first time and kept; were it made in
+            # inference mode, in a run that goes on with an evaluation, no training could use it.
+            module.unshard()
+            module.reshard()
+        # First of all hooks: once FSDP has gathered the parameters, it does not let go in between.
+        watching = model.register_forward_pre_hook(look, prepend=True)
         try:
             with casting, eager:
                 examples = (self.rows[index] for index in range(len(self.rows)))
@@ -70,9 +77,8 @@ class Evaluation:
                 return measured
         finally:
             watching.remove()
-            for module in model.modules():  # without a backward pass the last ones stay gathered
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for module in sharded:  # without a backward pass the last ones stay gathered
+                module.reshard()
 
     def _predict(self, raws: list[Any], **options: Any) -> Any:
         """The answers of all ranks, in the order of the items."""
