@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,9 +136,9 @@ class Packing:
         groups = tuple(zip(counts.tolist(), found.tolist(), strict=True))
         return Packing(order[rows] * mask.shape[1] + columns, groups)
 
-    def packed(self, x: Int[Tensor, "batch tokens"]) -> Int[Tensor, "1 packed"]:
+    def packed(self, x: Shaped[Tensor, "batch tokens *dim"]) -> Shaped[Tensor, "1 packed *dim"]:
         """The values of the tokens that are attended to."""
-        return x.flatten()[self.index][None]
+        return x.flatten(0, 1)[self.index][None]
 
     def padded(
         self, x: Float[Tensor, "1 packed dim"], batch: int, tokens: int
@@ -353,37 +353,9 @@ class Bert(nn.Module):
         Raises:
             DataError: A row is longer than `config.max_length`, or an id is not in the vocabulary.
         """
-        if input_ids.ndim != 2:
-            raise DataError(
-                f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
-                "one text becomes a batch with input_ids[None]"
-            )
         mask = self._mask(input_ids, attention_mask)
-        self._check(input_ids, mask)
-        input_ids = torch.where(mask, input_ids, self.config.pad_id)
-        if token_type_ids is None or self.config.type_vocab_size < 2:
-            segments = torch.zeros_like(input_ids)
-        else:
-            segments = token_type_ids * mask
-        body = self.get_submodule(self.body_name)
-        inputs = input_ids, _positions(mask) + self.config.first_position, segments
-        packing = None
-        if self.packs and not torch.compiler.is_compiling() and mask.device.type == "cpu":
-            packing = Packing.of(mask)
-        if packing and packing.groups:
-            attend: Any = packing
-            inputs = tuple(packing.packed(x) for x in inputs)
-        else:
-            # One row of the mask a query: with one row for all, ONNX's Attention does not run.
-            attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
-        x = body["embeddings"](*inputs)
-        recompute = self.config.gradient_checkpointing and self.training
-        for layer in body[self.stack_name]["layer"]:
-            x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
-        if attend is packing:
-            return packing.padded(x, *mask.shape)
-        # Backends differ in what attention gives to a row without tokens.
-        return torch.where(mask[..., None], x, 0)
+        layers = range(self.config.num_layers)
+        return self._hidden(None, layers, input_ids, mask, token_type_ids)
 
     def forward(
         self,
@@ -399,15 +371,39 @@ class Bert(nn.Module):
             token-classification: logits (batch, tokens, classes). question-answering: logits
             (batch, tokens, 2) of the first and of the last token of the answer.
         """
-        x = self.features(input_ids, attention_mask, token_type_ids)
+        layers = range(self.config.num_layers)
+        return self.stage(None, layers, input_ids, attention_mask, token_type_ids)
+
+    def stage(
+        self,
+        x: Float[Tensor, "batch tokens dim"] | None,
+        layers: range,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch tokens"] | Bool[Tensor, "batch tokens"] | None = None,
+        token_type_ids: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, "batch ..."]:
+        """What some layers make of what those before them gave: a part of `forward`.
+
+        Args:
+            x: Hidden states; None begins with the text.
+            layers: Numbers of the layers. The last one of all is followed by the task's head.
+            input_ids: As `forward` takes it, as the rest.
+            attention_mask: The same.
+            token_type_ids: The same.
+
+        Returns:
+            Hidden states, or what `forward` gives.
+        """
+        mask = self._mask(input_ids, attention_mask)
+        x = self._hidden(x, layers, input_ids, mask, token_type_ids)
+        if layers.stop < self.config.num_layers:
+            return x
         if self.config.task == "token-classification":
             return self.classifier(self.dropout(x))
         if self.config.task == "question-answering":
             return self.qa_outputs(x)
         if self.config.task == "fill-mask":
-            embeddings = self.get_submodule(f"{self.body_name}.embeddings")
-            return self.score_words(x, embeddings.word_embeddings.weight)
-        mask = self._mask(input_ids, attention_mask)
+            return self.score_words(x, self.get_parameter(self._words))
         first = mask & (_positions(mask) == 0)
         if self.config.task == "text-classification":
             return self.score_classes(_mean(x, first))
@@ -415,6 +411,14 @@ class Bert(nn.Module):
         length = x.norm(dim=-1, keepdim=True)
         # Not a small constant: the gradient of a zero vector would be divided by it, and overflow.
         return x / torch.where(length == 0, 1, length)
+
+    @property
+    def _words(self) -> str:
+        return f"{self.body_name}.embeddings.word_embeddings.weight"
+
+    def tied_names(self) -> list[str]:
+        """Parameters of the embeddings that the head reads too."""
+        return [self._words] if self.config.task == "fill-mask" else []
 
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the text to the answer: embeddings, each layer, the task's head."""
@@ -451,6 +455,49 @@ class Bert(nn.Module):
 
     def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return input_ids != self.config.pad_id if attention_mask is None else attention_mask != 0
+
+    def _hidden(
+        self,
+        x: Tensor | None,
+        layers: range,
+        input_ids: Tensor,
+        mask: Tensor,
+        token_type_ids: Tensor | None,
+    ) -> Tensor:
+        """Hidden states after some layers; zero at tokens that are not attended to."""
+        if input_ids.ndim != 2:
+            raise DataError(
+                f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
+                "one text becomes a batch with input_ids[None]"
+            )
+        packing = None
+        if self.packs and not torch.compiler.is_compiling() and mask.device.type == "cpu":
+            packing = Packing.of(mask)
+        if packing and packing.groups:
+            attend: Any = packing
+        else:
+            packing = None
+            # One row of the mask a query: with one row for all, ONNX's Attention does not run.
+            attend = mask[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+        body = self.get_submodule(self.body_name)
+        if x is None:
+            self._check(input_ids, mask)
+            input_ids = torch.where(mask, input_ids, self.config.pad_id)
+            if token_type_ids is None or self.config.type_vocab_size < 2:
+                segments = torch.zeros_like(input_ids)
+            else:
+                segments = token_type_ids * mask
+            inputs = input_ids, _positions(mask) + self.config.first_position, segments
+            x = body["embeddings"](*(map(packing.packed, inputs) if packing else inputs))
+        elif packing:
+            x = packing.packed(x)
+        recompute = self.config.gradient_checkpointing and self.training
+        for layer in (body[self.stack_name]["layer"][number] for number in layers):
+            x = checkpoint(layer, x, attend, use_reentrant=False) if recompute else layer(x, attend)
+        if packing:
+            return packing.padded(x, *mask.shape)
+        # Backends differ in what attention gives to a row without tokens.
+        return torch.where(mask[..., None], x, 0)
 
     def _check(self, input_ids: Tensor, mask: Tensor) -> None:
         """Say what would be a bare index error; ids only on the CPU, where looking is cheap."""

@@ -216,14 +216,25 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.embed_dim) if config.norm_first else nn.Identity()
 
     def forward(
-        self, x: Float[Tensor, "batch tokens dim"], mask: Bool[Tensor, "batch tokens"]
+        self,
+        x: Float[Tensor, "batch tokens dim"],
+        mask: Bool[Tensor, "batch tokens"],
+        layers: range | None = None,
     ) -> Float[Tensor, "batch tokens dim"]:
-        """Hidden states; zero at tokens that are not attended to, whatever stands there."""
+        """Hidden states; zero at tokens that are not attended to, whatever stands there.
+
+        Args:
+            x: Of the tokens, or of the layers before.
+            mask: True = attend.
+            layers: Numbers of some of the layers; by default all of them.
+        """
         x = torch.where(mask[..., None], x, 0)
         attend = mask[:, None, :].expand(-1, mask.shape[1], -1)
-        for layer in self.layers:
-            x = layer(x, attend)
-        return torch.where(mask[..., None], self.norm(x), 0)
+        for number in layers or range(len(self.layers)):
+            x = self.layers[number](x, attend)
+        if layers is None or layers.stop == len(self.layers):
+            x = self.norm(x)
+        return torch.where(mask[..., None], x, 0)
 
 
 class DecoderState(NamedTuple):
@@ -437,7 +448,7 @@ class TransformerClassifier(nn.Module):
     ) -> Float[Tensor, "batch dim"]:
         """Mean of the last hidden states of a row; arguments and errors as in `Transformer`."""
         x, mask = _embed(self.embeddings, input_ids, attention_mask)
-        return self.encoder(x, mask).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return _mean(self.encoder(x, mask), mask)
 
     def forward(
         self,
@@ -447,6 +458,35 @@ class TransformerClassifier(nn.Module):
     ) -> Float[Tensor, "batch classes"]:
         """Logits; `token_type_ids` are not read, a separator tells the texts of a pair apart."""
         return self.classifier(self.dropout(self.features(input_ids, attention_mask)))
+
+    def stage(
+        self,
+        x: Float[Tensor, "batch tokens dim"] | None,
+        layers: range,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch tokens"] | Bool[Tensor, "batch tokens"] | None = None,
+        token_type_ids: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, "batch ..."]:
+        """What some layers make of what those before them gave: a part of `forward`.
+
+        Args:
+            x: Hidden states; None begins with the text.
+            layers: Numbers of the layers. The last one of all is followed by the classifier.
+            input_ids: As `forward` takes it, as the rest.
+            attention_mask: The same.
+            token_type_ids: The same.
+
+        Returns:
+            Hidden states, or what `forward` gives.
+        """
+        if x is None:
+            x, mask = _embed(self.embeddings, input_ids, attention_mask)
+        else:
+            mask = _mask(self.embeddings, input_ids, attention_mask)
+        x = self.encoder(x, mask, layers)
+        if layers.stop < self.config.num_layers:
+            return x
+        return self.classifier(self.dropout(_mean(x, mask)))
 
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the text to the answer."""
@@ -464,10 +504,18 @@ def _embed(
             f"input_ids has shape {tuple(input_ids.shape)}; the model takes (batch, tokens): "
             "one text becomes a batch with input_ids[None]"
         )
-    pad = embeddings.pad_id
-    mask = input_ids != pad if attention_mask is None else attention_mask != 0
+    mask = _mask(embeddings, input_ids, attention_mask)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # among the tokens that are attended to
-    return embeddings(torch.where(mask, input_ids, pad), positions), mask
+    return embeddings(torch.where(mask, input_ids, embeddings.pad_id), positions), mask
+
+
+def _mask(embeddings: Embeddings, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return input_ids != embeddings.pad_id if attention_mask is None else attention_mask != 0
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean (batch, dim) of the tokens of each row, which are zero where the mask is False."""
+    return x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class Hypothesis(NamedTuple):

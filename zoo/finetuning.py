@@ -203,16 +203,27 @@ def agreed_plan(request: Request, folder: Path, resume: Resume, device: torch.de
 
 
 def report(plan: Plan, folder: Path, metrics: dict[str, float]) -> Confusion | None:
-    """Draw and list what the written weights do; `metrics` gets those of the test part, if any."""
+    """Draw and list what the written weights do; `metrics` gets those of the test part, if any.
+
+    The card gets them too.
+    """
+    from zoo.inspection import places_of
     from zoo.pipeline import pipeline
+    from zoo.training.folder import measured, state_metrics
 
     rows = plan.rows.get("test", plan.rows["validation"])
     part = "test" if "test" in plan.rows else "validation"
     pipe = pipeline(folder / "weights")
     if part == "test":
         examples = (rows[index] for index in range(len(rows)))
-        measured = pipe.task.measure(pipe, examples)
-        metrics.update({f"test/{key}": value for key, value in measured.items()})
+        found = pipe.task.measure(pipe, examples)
+        metrics.update({f"test/{key}": value for key, value in found.items()})
+        place = places_of(plan.request, pipe.task)["test"]
+        own = f"{plan.rows['train'].name}/test"
+        state_metrics(
+            folder / "weights",
+            measured(pipe.task, plan.request.model, place, own, found, len(rows)),
+        )
     names = list(dict.fromkeys(key for r in read_records(folder / "metrics.jsonl") for key in r))
     scores = [n for n in names if n.startswith("validation/") and n != "validation/loss"]
     panels = [["loss", "validation/loss"], scores]

@@ -19,7 +19,7 @@ import numpy as np
 from zoo import registry
 from zoo.cards import Card
 from zoo.config import plain
-from zoo.data.rows import Rows, Subset, check, open_rows, parts, split, tables_of
+from zoo.data.rows import Rows, Subset, check, open_rows, parts, share_of, split, tables_of
 from zoo.errors import ConfigError, DataError, nearest, shown
 from zoo.files import sha256_of
 from zoo.saving import is_label
@@ -165,20 +165,6 @@ def places_of(request: Request, task: Any) -> dict[str, str]:
     elif Path(request.data).exists():
         found = parts(request.data, tables_of(task))
     return found | {"validation": request.validation or found.get("validation", f"{SHARE:.0%}")}
-
-
-def share_of(text: str) -> float | None:
-    """0.2 of ``20%``; None of a place.
-
-    Raises:
-        ConfigError: It is no share between 0 and 1.
-    """
-    if not text.endswith("%") or Path(text).exists():
-        return None
-    with suppress(ValueError):
-        if 0 < (share := float(text[:-1]) / 100) < 1:
-            return share
-    raise ConfigError(f"validation is {shown(text)}; it takes a place, or a share such as '20%'")
 
 
 def with_classes(rows: Rows) -> Rows:

@@ -3,14 +3,16 @@
 Run as ``python resumes.py KIND COUNT SEED SIGNAL FOLDER``; prints the counts as JSON. Everything is
 imported once and the runs are forked, so that a hundred ends take some minutes. KIND is a key of
 `KINDS`. A run is ended by SIGNAL (KILL or TERM) again and again until COUNT ends have met it at
-work; whenever it comes to its end, all that is in its last checkpoint, its log and its weights are
-compared with the unbroken run's.
+work, at least a third of them in a validation and a third while a checkpoint is written. Whenever
+it comes to its end, all that is in its last checkpoint, its log and its weights are compared with
+the unbroken run's.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import mmap
 import os
 import random
 import signal
@@ -20,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import tomlkit  # noqa: F401 (imported here, and not in every fork)
@@ -31,7 +34,7 @@ import vision.resnet  # noqa: F401
 import zoo.loading  # noqa: F401
 from vision.augment import ImageRecipe
 from zoo import cards
-from zoo.training import checkpoint
+from zoo.training import checkpoint, loop
 from zoo.training.recipe import SGD, AdamW, Cosine
 from zoo.training.run import train
 
@@ -58,7 +61,7 @@ files = [{ name = "tiny.small.safetensors", size = 1, sha256 = "SHA" }]
 preprocessing = { size = 32, resize = "shorter", crop = 32, interpolation = "bilinear", \
 antialias = true, mean = [0.5, 0.5, 0.5], std = [0.25, 0.25, 0.25] }
 """
-KINDS = {
+KINDS: dict[str, dict[str, object]] = {
     "plain": {},
     "ema": {"ema": 0.9},
     "cosine": {"schedule": Cosine(warmup=0.3), "optimizer": SGD(lr=0.05)},
@@ -69,6 +72,9 @@ KINDS = {
     "sharded": {"ema": 0.9, "strategy": "fsdp", "microbatches": 2},
     "workers": {"workers": 2, "cache": 0.01, "ema": 0.9, "microbatches": 3, "clip_norm": 0.5},
 }
+SPREAD = ("ema", "cosine", "accumulation", "clip", "bf16", "ranks")  # each also with two workers
+KINDS |= {f"{kind}+workers": {**KINDS[kind], "workers": 2} for kind in SPREAD}
+PHASES = ("training", "validation", "saving")
 HUNG_S = 180.0  # far more than any run here takes
 TIMES = ("items_per_s", "wait")  # of a line of metrics.jsonl, which no two runs share
 
@@ -109,11 +115,12 @@ def recipe_for(kind: str, folder: Path, **changes: object) -> ImageRecipe:
 
 def ranks_of(kind: str) -> int:
     """Processes of a run."""
-    return 2 if kind in ("ranks", "sharded") else 1
+    return 2 if kind.partition("+")[0] in ("ranks", "sharded") else 1
 
 
-def start(kind: str, folder: Path, out: Path) -> list[int]:
-    """Fork the processes of a run; gives their numbers."""
+def start(kind: str, folder: Path, out: Path, phase: mmap.mmap) -> list[int]:
+    """Fork the processes of a run; gives their numbers. `phase` tells what the main one does."""
+    phase[0] = 0
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -136,6 +143,9 @@ def start(kind: str, folder: Path, out: Path) -> list[int]:
                         "MASTER_PORT": str(port),
                     }
                 cards.CARDS = folder / "cards"
+                if rank == 0:
+                    watch(loop, "evaluate", phase, 1)
+                    watch(checkpoint, "save", phase, 2)
                 train("tiny.small", recipe_for(kind, folder), out, trackers=(), quiet=True)
                 status = 0
             except SystemExit as end:
@@ -149,6 +159,29 @@ def start(kind: str, folder: Path, out: Path) -> list[int]:
                 os._exit(status)
         processes.append(process)
     return processes
+
+
+def watch(module: ModuleType, name: str, phase: mmap.mmap, number: int) -> None:
+    """Let `phase` hold the number while a function runs."""
+    function = getattr(module, name)
+
+    def watched(*arguments: object, **named: object) -> object:
+        before, phase[0] = phase[0], number
+        try:
+            return function(*arguments, **named)
+        finally:
+            phase[0] = before
+
+    setattr(module, name, watched)
+
+
+def until(phase: mmap.mmap, wanted: int, process: int) -> None:
+    """Wait until the process does what is wanted, or has ended."""
+    limit = time.monotonic() + HUNG_S
+    while phase[0] != wanted and time.monotonic() < limit:
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return
+        time.sleep(0.0002)  # far less than either takes
 
 
 def wait(processes: list[int]) -> list[int]:
@@ -210,18 +243,26 @@ def main() -> None:
     chance, folder = random.Random(int(sys.argv[3])), Path(sys.argv[5])
     if not (folder / "cards").exists():
         make_world(folder)
+    phase = mmap.mmap(-1, 1)
     began = time.monotonic()
-    assert wait(start(kind, folder, folder / f"{kind}-unbroken")) == [0] * ranks_of(kind)
+    assert wait(start(kind, folder, folder / f"{kind}-unbroken", phase)) == [0] * ranks_of(kind)
     length = time.monotonic() - began
     wanted = outcome(folder / f"{kind}-unbroken")
     seen: Counter[str] = Counter(length_ms=int(1000 * length))
     run = 0
-    while seen["ended at work"] < count:
+
+    def lacking() -> list[int]:
+        return [i for i in (1, 2) if seen[f"ended in {PHASES[i]}"] < count // 3]
+
+    while seen["ended at work"] < count or lacking():
         out, patience = folder / f"{kind}-{run}", 0.7 * length
         while True:
-            processes = start(kind, folder, out)
+            processes = start(kind, folder, out, phase)
             time.sleep(chance.uniform(0, patience))
             patience *= 1.2  # where starting takes most of the time, a run still comes to its end
+            if lacking() and seen["ended at work"] % 3:
+                until(phase, lacking()[0], processes[0])
+            met = PHASES[phase[0]]
             for process in processes:
                 os.kill(process, number)
             began = time.monotonic()
@@ -234,6 +275,7 @@ def main() -> None:
             expected = (-signal.SIGKILL,) if number == signal.SIGKILL else (143, -signal.SIGTERM)
             assert all(end in (0, *expected) for end in ends), f"a run failed by itself: {ends}"
             seen["ended at work"] += 1
+            seen[f"ended in {met}"] += 1
         assert (found := difference(wanted, outcome(out))) is None, f"{kind}: {found}"
         seen["runs compared"] += 1
         run += 1

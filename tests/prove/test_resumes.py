@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.prove.resumes import KINDS
+from tests.prove.resumes import KINDS, SPREAD
 
 RESUMES = Path(__file__).with_name("resumes.py")
 ROOT = RESUMES.parents[2]
-MANY = [pytest.param(kind, "KILL", 13, marks=pytest.mark.prove) for kind in KINDS]
-MANY += [pytest.param(kind, "TERM", 10, marks=pytest.mark.prove) for kind in list(KINDS)[-5:]]
+# Over a hundred kills with workers and without, and 60 signals; of either at least a third meet a
+# validation and a third a checkpoint half written.
+MANY = [pytest.param(kind, "KILL", 9, marks=pytest.mark.prove) for kind in KINDS]
+TERMS = ("clip", "bf16", "ranks", "sharded", "workers", "ranks+workers")
+MANY += [pytest.param(kind, "TERM", 10, marks=pytest.mark.prove) for kind in TERMS]
+
+
+def test_the_kills_are_spread_over_all_that_is_to_be_resumed():
+    assert {*SPREAD, *(f"{kind}+workers" for kind in SPREAD)} <= set(KINDS)
+    assert 9 * 2 * len(SPREAD) >= 100
 
 
 @pytest.mark.parametrize(
@@ -31,4 +39,6 @@ def test_a_run_ended_at_random_instants_equals_the_unbroken_one(tmp_path, kind, 
     seen = json.loads(done.stdout.splitlines()[-1])
     print(kind, signal, seen)
     assert seen["ended at work"] >= count
+    assert seen["ended in validation"] >= count // 3
+    assert seen["ended in saving"] >= count // 3
     assert seen["runs compared"] >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,26 @@ def test_the_card_says_what_was_measured_on_the_held_out_part(done):
     stated = {m.name: (m.value, m.n) for m in weights.metrics}
     assert stated["photos/validation/top1"] == (pytest.approx(done.confusion.accuracy), 12)
     assert done.metrics["validation/top1"] == done.confusion.accuracy >= 0.9
+
+
+def test_the_card_says_what_was_measured_on_the_test_part(start, photos, tmp_path):
+    data = tmp_path / "colours"
+    for part, numbers in (("train", range(12)), ("val", range(12, 16)), ("test", range(16, 20))):
+        for name in COLOURS:
+            (data / part / name).mkdir(parents=True)
+            for number in numbers:
+                shutil.copy(photos / name / f"{number}.png", data / part / name)
+    for _ in range(2):  # the second call finds the run done
+        run = finetune(start, data, out=tmp_path / "run", epochs=2, quiet=True)
+        (weights,) = zoo.load(run.weights).card.weights.values()
+        stated = {m.name: (m.value, m.n) for m in weights.metrics}
+        wanted = {
+            f"colours/{part}/{name}": (pytest.approx(run.metrics[f"{part}/{name}"], abs=1e-6), 12)
+            for part in ("validation", "test")
+            for name in ("top1", "top5")
+        }
+        assert stated == wanted
+        assert len(weights.metrics) == 4
 
 
 def test_the_report_is_all_there(done):

@@ -7,6 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from zoo.data.labels import answers, class_ids, hub_names, numbers
 from zoo.data.tables import SUFFIXES, choose_columns, read_parquet, read_table
-from zoo.errors import DataError, nearest, shown
+from zoo.errors import ConfigError, DataError, nearest, shown
 
 # Folder or file of a part -> the part.
 PARTS = {
@@ -257,6 +258,20 @@ def parts(place: str | os.PathLike[str], tables: tuple[str, ...] = SUFFIXES) -> 
     if not folders and len(files) == 1:
         return {"train": str(files[0])}
     return {"train": str(path)}
+
+
+def share_of(text: str) -> float | None:
+    """0.2 of ``20%``; None of a place.
+
+    Raises:
+        ConfigError: It is no share between 0 and 1.
+    """
+    if not text.endswith("%") or Path(text).exists():
+        return None
+    with suppress(ValueError):
+        if 0 < (share := float(text[:-1]) / 100) < 1:
+            return share
+    raise ConfigError(f"validation is {shown(text)}; it takes a place, or a share such as '20%'")
 
 
 def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:

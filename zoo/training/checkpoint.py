@@ -70,7 +70,8 @@ def save(
         step: Steps done, 0 or more.
         state: Nested dicts (keys: str or int), lists and tuples of tensors, numbers, texts, bools
             and None, the same on every rank. Tensors that share memory still do so afterwards;
-            each rank writes its own shares of sharded ones.
+            each rank writes its own shares of sharded ones, and those that other ranks have
+            without their data, on the device "meta".
         keep: Checkpoints up to this step that stay: this one, the best, and the newest others.
         best: Step of the best one.
         part: What this rank alone knows, in the same form.
@@ -282,6 +283,8 @@ def _write_part(
     """Write the files of this rank; size and sha256 of each."""
     packed, own = _Packed(), _Packed()
     document = packed.pack(state, "state")
+    if packed.absent and not distributed.is_main():
+        packed.give_all()
     content = {"part": own.pack(part, "part"), "shares": {**packed.offsets, **own.offsets}}
     sums: dict[str, dict[str, Any]] = {}
     if distributed.is_main():
@@ -351,6 +354,7 @@ class _Packed:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     shares: dict[str, Tensor] = field(default_factory=dict)  # this rank's, of sharded tensors
     offsets: dict[str, list[int]] = field(default_factory=dict)  # where they begin in the whole
+    absent: bool = False  # other ranks have the data of some tensors
     _names: set[str] = field(default_factory=set)
     _at: dict[Any, str] = field(default_factory=dict)  # names by place in memory
 
@@ -379,15 +383,17 @@ class _Packed:
             raise CheckpointError(f"{where} is sparse, which a checkpoint cannot hold")
         local = value.to_local() if isinstance(value, DTensor) else value
         memory = local.device, local.data_ptr(), value.dtype, value.shape, value.stride()
-        name = self._at.get(memory) if local.numel() else None
+        name = self._at.get(memory) if local.numel() and not local.is_meta else None
         new = name is None
         if name is None:
             name = self._at[memory] = self._named(where)
-        if not isinstance(value, DTensor):
+        if value.is_meta:
+            self.absent = True
+        elif not isinstance(value, DTensor):
             if new:
                 self.tensors[name] = value.detach()
             return {"$tensor": name}
-        if new:
+        elif new:
             self._cut(value, name)
         dtype = str(value.dtype).removeprefix("torch.")
         return {"$shares": name, "shape": list(value.shape), "dtype": dtype}
@@ -398,6 +404,11 @@ class _Packed:
             where += "'"
         self._names.add(where)
         return where
+
+    def give_all(self) -> None:
+        """Let every tensor be a share, which is the whole of it: the main rank may lack it."""
+        self.shares |= self.tensors
+        self.offsets |= {name: [0] * tensor.ndim for name, tensor in self.tensors.items()}
 
     def _cut(self, value: DTensor, where: str) -> None:
         """Keep this rank's share, unless another rank has the same."""

@@ -246,11 +246,20 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """State of a model with its parameters whole, sharded or not; all ranks call it."""
-    return {
+    """State of a model with its parameters whole, however they are spread; all ranks call it."""
+    state = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in model.state_dict().items()
     }
+    absent = [name for name, tensor in state.items() if tensor.is_meta]  # another rank has it
+    lacking = gather(absent)
+    for name in [n for n in state if any(n in names for names in lacking)]:
+        source = next(rank for rank, names in enumerate(lacking) if name not in names)
+        own = state[name]
+        whole = torch.empty(own.shape, dtype=own.dtype) if own.is_meta else own.detach().cpu()
+        dist.broadcast(whole, source)
+        state[name] = whole
+    return state
 
 
 def sharded_like(whole: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -258,12 +267,16 @@ def sharded_like(whole: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
     Args:
         whole: The same on every rank.
-        reference: By the same names; others are passed over.
+        reference: By the same names; others are passed over. One on the device "meta" is held by
+            another rank and stays as it is.
     """
-    return {
-        name: _share(tensor, like) if isinstance(like := reference.get(name), DTensor) else tensor
-        for name, tensor in whole.items()
-    }
+    made = dict(whole)
+    for name, like in reference.items():
+        if isinstance(like, DTensor) and name in whole:
+            made[name] = _share(whole[name], like)
+        elif like.is_meta:
+            made[name] = like
+    return made
 
 
 def _share(whole: Tensor, like: DTensor) -> DTensor:
@@ -293,6 +306,7 @@ def load_state(target: nn.Module | torch.optim.Optimizer, state: Mapping[str, An
             for name, value in values.items()
         }
         for number, values in state["state"].items()
+        if not parameters[number].is_meta
     }
     target.load_state_dict({**state, "state": kept})
 

@@ -26,7 +26,8 @@ BATCH_SIZE = 32  # items that the model answers at a time
 class Evaluation:
     """Metrics of a model on some rows: every rank answers its share, each item counts once.
 
-    Under FSDP, whose forward passes are common to all ranks, each rank answers everything.
+    Where forward passes are common to all ranks, as in sharded models and in pipelines, each rank
+    answers everything.
 
     Args:
         model: Bare; its card names the task.
@@ -38,12 +39,13 @@ class Evaluation:
     def __init__(self, model: nn.Module, rows: Rows, recipe: Recipe, stop: Stop) -> None:
         self.pipe = Pipeline(model, batch_size=BATCH_SIZE)
         self.rows, self.recipe, self.stop = rows, recipe, stop
+        self.common = recipe.strategy != "ddp" and distributed.world_size() > 1
 
     def __call__(self, model: nn.Module, *, exact: bool = False) -> dict[str, float]:
         """Metrics by name, equal on all ranks.
 
         Args:
-            model: The one it was made for.
+            model: The one it was made for, or what the ranks make of it together.
             exact: In float32, whatever the recipe's precision.
 
         Raises:
@@ -51,14 +53,23 @@ class Evaluation:
         """
 
         def look(*_: object) -> None:
-            if self.stop.requested:
+            # Ranks that pass forward together leave together: the others would wait.
+            if self.stop.wanted() if self.common else self.stop.requested:
                 raise Interrupted
 
         device = next(model.parameters()).device
         casting = nullcontext() if exact else Precision(self.recipe.precision, device).autocast()
         # What is compiled for training is not for other sizes and a hook that raises.
         eager = torch.compiler.set_stance("force_eager") if self.recipe.compile else nullcontext()
-        watching = model.register_forward_pre_hook(look)
+        self.pipe.model = model
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            # What holds gathered parameters is made at the first time and kept; were it made in
+            # inference mode, in a run that goes on with an evaluation, no training could use it.
+            module.unshard()
+            module.reshard()
+        # First of all hooks: once FSDP has gathered the parameters, it does not let go in between.
+        watching = model.register_forward_pre_hook(look, prepend=True)
         try:
             with casting, eager:
                 examples = (self.rows[index] for index in range(len(self.rows)))
@@ -66,14 +77,13 @@ class Evaluation:
                 return measured
         finally:
             watching.remove()
-            for module in model.modules():  # without a backward pass the last ones stay gathered
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for module in sharded:  # without a backward pass the last ones stay gathered
+                module.reshard()
 
     def _predict(self, raws: list[Any], **options: Any) -> Any:
         """The answers of all ranks, in the order of the items."""
         rank, world = distributed.rank(), distributed.world_size()
-        if self.recipe.strategy == "fsdp":
+        if self.common:
             rank, world = 0, 1
         mine = raws[rank::world]
         try:

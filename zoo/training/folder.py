@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -181,28 +181,44 @@ def write_weights(
         auxiliary=auxiliary,
     )
     if metrics and rows is not None:
-        path = registry.card_file(folder)
-        written = cards.read_card(path)
-        (key, weights), *_ = written.weights.items()
-        weights = replace(weights, metrics=tuple(measured(run, name, metrics, rows)))
-        text = card_text(replace(written, weights={key: weights}))
-        files.write_atomically(path, text.encode())
+        own = f"{Path(run.batches.rows.name).name}/validation"
+        state_metrics(folder, measured(run.task, name, recipe.validation, own, metrics, len(rows)))
     return folder
 
 
-def measured(run: Run, made: str, metrics: Mapping[str, float], rows: Rows) -> Iterator[Metric]:
-    """What a card says of each number."""
-    place = run.recipe.validation
+def state_metrics(folder: Path, metrics: Iterable[Metric]) -> None:
+    """Add numbers to the card of a written model."""
+    path = registry.card_file(folder)
+    written = cards.read_card(path)
+    (key, weights), *_ = written.weights.items()
+    weights = replace(weights, metrics=(*weights.metrics, *metrics))
+    text = card_text(replace(written, weights={key: weights}))
+    files.write_atomically(path, text.encode())
+
+
+def measured(
+    task: Any, made: str, place: str, own: str, metrics: Mapping[str, float], n: int
+) -> Iterator[Metric]:
+    """What a card says of each number.
+
+    Args:
+        task: Knows the published sets.
+        made: Name of the weights.
+        place: Where the items are: a part of such a set, or any other place.
+        own: What their set and part are called, where they are no published ones.
+        metrics: Values by name.
+        n: How many items there are.
+    """
     name, _, split = place.partition("/")
-    dataset: Any = getattr(run.task, "datasets", {}).get(name)
+    dataset: Any = getattr(task, "datasets", {}).get(name)
     known = dataset is not None and split in dataset.files
     if not known:
-        place = f"{Path(run.batches.rows.name).name}/validation"
+        place = own
     for key, value in metrics.items():
         yield Metric(
             name=f"{place}/{key}",
             value=round(value, 6),
-            n=len(rows),
+            n=n,
             tolerance=TOLERANCE if known else 0.0,
             data_sha256=dataset.sha256(split) if known else None,
             command=f"python scripts/evaluate.py {made}" if known else None,

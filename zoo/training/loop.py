@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.errors import ConfigError, NonFiniteError, nearest, shown
 from zoo.training import checkpoint, distributed
@@ -79,16 +79,12 @@ def train_step(run: Run, step: Step) -> None:
     statistics = None if run.must_stop else Statistics(run.model)
     batches = [mixed(run, on_device(run, batch)) for batch in step.batches]
     count = count_items(run, step, batches)
-    share = distributed.world_size() / max(count, 1)  # the reduction takes a mean over the ranks
+    share = run.shares / max(count, 1)  # the reduction takes a mean over the ranks
     passes = [doubled(run, batch, share) for batch in batches] + fillers(run, len(batches))
-    loss_sum = torch.zeros((), device=run.device)
-    for number, (batch, weight) in enumerate(passes, 1):
-        with distributed.sync_gradients(run.wrapped, last=number == len(passes)):
-            loss = run.loss(run.wrapped, batch)
-            # Times NaN if it is not finite: then so is the gradient, on every rank.
-            run.precision.backward(loss * (weight + 0 * loss.detach()))
-        loss_sum += loss.detach().float() * (weight / share)
-    stepped = run.precision.step(run.optimizer, list(run.model.parameters()), recipe.clip_norm)
+    loss_sum = accumulate(run, passes, share)
+    parameters = list(run.model.parameters())
+    norm_of = run.stages.total_norm if run.stages else nn.utils.get_total_norm
+    stepped = run.precision.step(run.optimizer, parameters, recipe.clip_norm, norm_of)
     run.norm = stepped.norm
     run.items += step.items
     if stepped.skipped:
@@ -103,6 +99,33 @@ def train_step(run: Run, step: Step) -> None:
             run.ema.update(run.model)
     run.optimizer.zero_grad()
     position.step += 1
+
+
+def accumulate(run: Run, passes: list[tuple[dict[str, Tensor], float]], share: float) -> Tensor:
+    """Add up the gradients of all passes; gives the sum of the losses that this rank computes.
+
+    Args:
+        run: The model and its precision.
+        passes: Microbatches with the weights of their losses.
+        share: Weight of one item.
+    """
+    losses = torch.zeros((), device=run.device)
+
+    def weighted(model: Any, number: int) -> Tensor:
+        batch, weight = passes[number]
+        loss = run.loss(model, batch)
+        losses.add_(loss.detach().float() * (weight / share))
+        # Times NaN if it is not finite: then so is the gradient, on every rank.
+        return run.precision.scale_up(loss * (weight + 0 * loss.detach()))
+
+    if run.stages:
+        microbatches = [batch for batch, _ in passes]
+        run.stages.backward(microbatches, lambda output, i: weighted(lambda **_: output, i))
+        return losses
+    for number in range(len(passes)):
+        with distributed.sync_gradients(run.wrapped, last=number == len(passes) - 1):
+            weighted(run.wrapped, number).backward()
+    return losses
 
 
 def skip(
@@ -130,8 +153,8 @@ def count_items(run: Run, step: Step, batches: list[dict[str, Tensor]]) -> int:
     counting = getattr(run.task, "count", None)
     if counting is None:
         return step.items
-    (count,) = distributed.all_sum([sum(int(counting(batch)) for batch in batches)])
-    return int(count)
+    count = sum(int(counting(batch)) for batch in batches)
+    return distributed.all_sum([count])[0] if run.shares > 1 else count
 
 
 def on_device(run: Run, batch: Batch) -> dict[str, Tensor]:
@@ -192,7 +215,7 @@ def report(run: Run, step: Step, batches: list[dict[str, Tensor]]) -> tuple[str,
     bad = [n for n, p in run.model.named_parameters() if p.grad is not None and not finite(p.grad)]
     if bad:
         what += f", first that of {bad[-1]}"  # a backward pass begins at the end
-    if run.recipe.strategy != "fsdp":  # where one rank alone cannot run the model
+    if run.recipe.strategy == "ddp":  # else one rank alone cannot run the model
         for batch, indices in zip(batches, step.indices, strict=False):
             seed_noise(run.recipe.seed, step.number)
             again = partial(run.loss, run.model, batch)
@@ -249,7 +272,7 @@ def evaluate(run: Run, trackers: Tracker, progress: Progress) -> None:
     run.share_statistics()
     try:
         with run.averaged():
-            measured = run.evaluate(run.model)
+            measured = run.evaluate(run.answering)
     except Interrupted:
         save(run)
         raise
@@ -285,13 +308,14 @@ def save(run: Run) -> None:
     if run.saved == position.step:
         return
     state = run.state()
-    for name, tensor in state["model"].items():
-        if tensor.is_floating_point() and not finite(tensor):
-            raise NonFiniteError(
-                f"step {position.step}: {name} is not finite and nothing is saved; lower the "
-                "learning rate or clip gradients (clip_norm)",
-                f"the last good checkpoint: {run.saved if run.saved is not None else 'none'}",
-            )
+    floats = {n: t for n, t in state["model"].items() if t.is_floating_point() and not t.is_meta}
+    bad = next((name for name, tensor in floats.items() if not finite(tensor)), None)
+    for name in filter(None, distributed.gather(bad)):  # each rank knows its own layers alone
+        raise NonFiniteError(
+            f"step {position.step}: {name} is not finite and nothing is saved; lower the "
+            "learning rate or clip gradients (clip_norm)",
+            f"the last good checkpoint: {run.saved if run.saved is not None else 'none'}",
+        )
     checkpoint.save(
         run.folder / "checkpoints",
         position.step,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -73,9 +73,13 @@ class Precision:
             self.device.type, self.dtype if enabled else torch.bfloat16, enabled=enabled
         )
 
+    def scale_up(self, loss: Tensor) -> Tensor:
+        """The loss as its gradient is taken, which `step` scales down again."""
+        return loss * self.scale if self.scaled else loss
+
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradient, scaled, to the parameters'."""
-        (loss * self.scale if self.scaled else loss).backward()
+        self.scale_up(loss).backward()
 
     @torch.no_grad()
     def step(
@@ -83,6 +87,7 @@ class Precision:
         optimizer: torch.optim.Optimizer,
         parameters: Iterable[nn.Parameter],
         clip_norm: float | None = None,
+        norm_of: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
     ) -> Stepped:
         """Unscale the gradient, clip it, step, adapt the scale.
 
@@ -93,17 +98,16 @@ class Precision:
             optimizer: Its gradients have been reduced over the ranks.
             parameters: All those the norm is taken of.
             clip_norm: Highest norm; None clips nothing.
+            norm_of: Norm of the whole gradient, where this rank has a part of it.
         """
         graded = [p for p in parameters if p.grad is not None]
         grads = [p.grad for p in graded if p.grad is not None]
-        if not grads:
-            return Stepped(0.0, False)
-        if self.scaled:
+        if self.scaled and grads:
             torch._foreach_mul_(grads, 1 / self.scale)  # a power of two: exact
-        total = nn.utils.get_total_norm(grads)
+        total = norm_of(grads)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if finite := math.isfinite(norm):
-            if clip_norm is not None:
+            if clip_norm is not None and grads:
                 nn.utils.clip_grads_with_norm_(graded, clip_norm, total)
             optimizer.step()
         self._adapt(finite)

@@ -318,7 +318,8 @@ class Recipe:
 
     Attributes:
         data: Training data: a published set ("cifar10/train") or a path.
-        validation: Data to measure on, written as `data`; none measures nothing.
+        validation: Data to measure on, written as `data`, or a share of every class of the training
+            data to hold out for it, "20%"; none measures nothing.
         init: Weights to begin with, TAG or NAME.TAG; none begins at random.
         task: Task of the model, where it is not the card's.
         config: Fields of the model's configuration that differ from the card's.
@@ -353,7 +354,8 @@ class Recipe:
         gradient_checkpointing: Compute activations twice rather than keep them.
         channels_last: Keep images and kernels with their channels last in memory.
         sync_batchnorm: Batch statistics over all ranks.
-        strategy: Over several ranks: the whole model on each ("ddp") or a share ("fsdp").
+        strategy: Over several ranks: the whole model on each ("ddp"), a share of each parameter
+            ("fsdp"), or some of the layers ("pipeline"), which then get the microbatches in turn.
     """
 
     data: str = ""
@@ -390,7 +392,7 @@ class Recipe:
     gradient_checkpointing: bool = False
     channels_last: bool = False
     sync_batchnorm: bool = False
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "pipeline"] = "ddp"
 
     def __post_init__(self) -> None:
         _check(

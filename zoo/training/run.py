@@ -17,14 +17,14 @@ from zoo.cards import Card
 from zoo.data.caching import cached
 from zoo.data.loader import Batches
 from zoo.data.order import Order, balanced, bucketed, progressive, seed_of
-from zoo.data.rows import Rows, open_rows
+from zoo.data.rows import Rows, open_rows, share_of, split
 from zoo.errors import ConfigError, UnknownModelError, nearest, shown
 from zoo.training import checkpoint, distributed
 from zoo.training.evaluation import Evaluation
 from zoo.training.folder import Resume, begin, described, follow, write_weights
 from zoo.training.loop import fit
 from zoo.training.recipe import Recipe
-from zoo.training.state import Interrupted, Run, seed_everything
+from zoo.training.state import Interrupted, Run, replicas, seed_everything
 from zoo.training.tracking import Progress
 
 
@@ -212,6 +212,7 @@ def open_data(
 
     Raises:
         ConfigError: The recipe names no data, or the model has another number of classes.
+        DataError: The data cannot be read, or are too few to hold a share out.
     """
     task, card = registry.make_task(model), registry.card_of(model)
     classes = getattr(getattr(model, "config", None), "num_classes", None)
@@ -221,7 +222,9 @@ def open_data(
         if not recipe.data:
             raise ConfigError("the recipe names no data; give a set (cifar10/train) or a path")
         rows = open_rows(recipe.data, task, classes=card.labels or named)
-    if held_out is None and recipe.validation:
+    if held_out is None and (share := share_of(recipe.validation)):
+        rows, held_out = split(rows, share, recipe.seed)
+    elif held_out is None and recipe.validation:
         held_out = open_rows(recipe.validation, task, classes=rows.classes)
     if rows.classes and classes is not None and len(rows.classes) > classes:
         raise ConfigError(
@@ -261,14 +264,15 @@ def make_batches(rows: Rows, task: Any, recipe: Recipe, device: torch.device) ->
         rows = cached(rows, task.decoded, int(recipe.cache * 2**30))
     sizes = getattr(recipe, "sizes", ())
     total = recipe.epochs * -(-len(rows) // recipe.batch_size)
+    shares, share = replicas(recipe)
     return Batches(
         rows,
         Example(task, recipe),
         task.collate,
         batch_size=recipe.batch_size,
         seed=recipe.seed,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
+        rank=share,
+        world_size=shares,
         microbatches=recipe.microbatches,
         workers=recipe.workers,
         order=order,
@@ -297,7 +301,7 @@ def finish(
     with run.averaged():
         metrics = position.measured
         if evaluation and not known:
-            metrics = evaluation(run.model, exact=True)
+            metrics = evaluation(run.answering, exact=True)
         model = whole(run.model)
     if distributed.is_main():
         held_out = evaluation.rows if evaluation else None

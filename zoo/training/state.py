@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zoo.config import build
 from zoo.data.order import seed_of
+from zoo.errors import ConfigError
 from zoo.groups import freeze
 from zoo.training import checkpoint, distributed
 from zoo.training.ema import EMA
@@ -23,6 +24,7 @@ from zoo.training.optimizers import make_optimizer
 from zoo.training.precision import Precision
 from zoo.training.recipe import Plateau, Recipe
 from zoo.training.schedules import Lowering
+from zoo.training.stages import Pipelined, joined
 
 if TYPE_CHECKING:
     from zoo.data.loader import Batches
@@ -82,8 +84,11 @@ class Run:
         self.saved: int | None = None  # step of the last checkpoint
         self.total = max(1, round(recipe.epochs * batches.steps_per_epoch))
         self.wrapped = model
+        self.stages: Pipelined | None = None  # where layers are spread over the ranks
         self.frozen: int | None = None  # groups; None before the first phase
-        if recipe.strategy == "fsdp":  # shards take the place of the parameters
+        # How many ranks have items of their own, and which of them this one is.
+        self.shares, self.share = replicas(recipe)
+        if recipe.strategy != "ddp":  # shards or stages take the place of the parameters
             self._wrap()
         self.optimizer = make_optimizer(model, recipe)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -97,6 +102,11 @@ class Run:
         )
         plateau = recipe.schedule if isinstance(recipe.schedule, Plateau) else None
         self.lowering = Lowering(plateau) if plateau else None
+
+    @property
+    def answering(self) -> nn.Module:
+        """The model to evaluate: the bare one, unless no rank has the whole of it."""
+        return self.stages or self.model
 
     @property
     def epoch(self) -> float:
@@ -129,15 +139,21 @@ class Run:
             return
         if frozen or self.frozen:
             freeze(self.model, frozen)
-        if recipe.strategy != "fsdp":
+        if recipe.strategy == "ddp":
             self._wrap()
         self.frozen = frozen
 
     def _wrap(self) -> None:
         self.wrapped = self.model  # an old wrapper lets go of the parameters first
-        self.wrapped = distributed.wrap(
-            self.model, self.recipe.strategy, self.recipe.sync_batchnorm, self.device
-        )
+        strategy = self.recipe.strategy
+        if strategy != "pipeline":
+            self.wrapped = distributed.wrap(
+                self.model, strategy, self.recipe.sync_batchnorm, self.device
+            )
+        elif distributed.world_size() > 1:
+            if self.recipe.compile:
+                raise ConfigError("compile is on and the strategy pipeline; take ddp or fsdp")
+            self.wrapped = self.stages = Pipelined(self.model, self.device)
         if self.recipe.compile:
             self.wrapped.compile()
 
@@ -169,10 +185,11 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Everything that changes and is the same on every rank."""
+        optimizer = self.optimizer.state_dict()
         return {
             "position": asdict(self.position),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": joined(optimizer) if self.stages else optimizer,
             "precision": self.precision.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "lowering": self.lowering.state_dict() if self.lowering else None,
@@ -199,6 +216,16 @@ class Run:
         distributed.load_state(self.model, state["model"])
         if self.ema:
             self.ema.load_state_dict(state["ema"])
+
+
+def replicas(recipe: Recipe) -> tuple[int, int]:
+    """How many ranks have items of their own, and which of them this one is.
+
+    The stages of a pipeline all see all items.
+    """
+    if recipe.strategy == "pipeline":
+        return 1, 0
+    return distributed.world_size(), distributed.rank()
 
 
 def seed_noise(seed: int, step: int) -> None:

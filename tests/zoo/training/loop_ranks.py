@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import sys
@@ -122,7 +123,28 @@ def main(out: Path, sizes: list[int]) -> dict[str, Any]:
     return found
 
 
+def assert_equal(out: Path, sizes: list[int]) -> None:
+    """What two ranks wrote is what one process wrote: gradients to 1e-6, counts exactly."""
+    one, two = (json.loads((out / f"{n}.json").read_text()) for n in (1, 2))
+    assert abs(one["unequal"] - 19 / 13) < 1e-12
+    assert one["unequal"] == two["unequal"]
+    first, second = two["beginnings"]
+    assert first["weights"] == second["weights"] == one["beginnings"][0]["weights"]
+    assert not set(first["images"]) & set(second["images"])
+    assert {*first["images"], *second["images"]} == set(one["beginnings"][0]["images"])
+    for n in sizes:
+        a, b = one["steps"][str(n)], two["steps"][str(n)]
+        assert a["count"] == b["count"] == n
+        assert a["seen"] == b["seen"] == n
+        assert a["metrics"] == b["metrics"]
+        assert abs(a["loss"] - b["loss"]) <= 1e-6 * abs(a["loss"])
+        for name, gradient in a["gradient"].items():
+            worst = np.abs(np.array(gradient) - np.array(b["gradient"][name])).max()
+            assert worst <= 1e-6, (n, name)
+
+
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(500, exit=True)  # a hang shows where, and fails
     if not (Path(sys.argv[1]) / "cards").exists():
         make_world(Path(sys.argv[1]))
     main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.prove.resumes import make_world, recipe_for
+from tests.zoo.training.loop_ranks import assert_equal
 from zoo import cards
 from zoo.data.loader import Step
 from zoo.data.rows import ListRows
@@ -108,7 +109,7 @@ def pair(out, sizes):
         command = [sys.executable, RANKS, out, json.dumps(sizes)]
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     for process in processes:
-        error = process.communicate(timeout=300)[1]
+        error = process.communicate(timeout=550)[1]
         assert process.returncode == 0, error[-2000:]
 
 
@@ -121,21 +122,7 @@ def test_two_ranks_equal_one_process(tmp_path, sizes):
     pair(out, sizes)
     env = {**os.environ, "PYTHONPATH": str(RANKS.parents[3]), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, RANKS, out, json.dumps(sizes)], env=env, check=True)
-    one, two = (json.loads((out / f"{n}.json").read_text()) for n in (1, 2))
-    assert one["unequal"] == two["unequal"] == pytest.approx(19 / 13, abs=1e-12)
-    first, second = two["beginnings"]
-    assert first["weights"] == second["weights"] == one["beginnings"][0]["weights"]
-    assert not set(first["images"]) & set(second["images"])
-    assert {*first["images"], *second["images"]} == set(one["beginnings"][0]["images"])
-    for n in sizes:
-        a, b = one["steps"][str(n)], two["steps"][str(n)]
-        assert a["count"] == b["count"] == n
-        assert a["seen"] == b["seen"] == n
-        assert a["metrics"] == b["metrics"]
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-        for name, gradient in a["gradient"].items():
-            worst = np.abs(np.array(gradient) - np.array(b["gradient"][name])).max()
-            assert worst <= 1e-6, (n, name)
+    assert_equal(out, sizes)
 
 
 def test_a_step_is_the_gradient_of_the_mean_over_all_microbatches():

@@ -25,7 +25,7 @@ from zoo.errors import CheckpointError, ConfigError, UnknownModelError
 from zoo.training.evaluation import Evaluation
 from zoo.training.folder import read_recipe
 from zoo.training.recipe import LAMB
-from zoo.training.run import make_batches, recipe_of, train
+from zoo.training.run import make_batches, open_data, recipe_of, train
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,6 +86,24 @@ def test_a_cache_of_decoded_items_changes_nothing(done, world, tmp_path):
         assert torch.equal(tensor, expected[name]), name
     with pytest.raises(ConfigError, match=r"cache is 0\.001; words decodes nothing"):
         make_batches([], SimpleNamespace(name="words"), recipe, torch.device("cpu"))
+
+
+def test_a_share_of_the_data_is_held_out_of_every_class(world, tmp_path):
+    recipe = recipe_for("plain", world, validation="20%", epochs=1)
+    result = train("tiny.small", recipe, tmp_path / "run", trackers=(), quiet=True)
+    (weights,) = zoo.load(result.weights).card.weights.values()
+    assert [(m.name, m.n) for m in weights.metrics] == [
+        (f"train/validation/{name}", 6) for name in ("top1", "top5")
+    ]
+    model = zoo.load("tiny.small", pretrained=False)
+    rows, held_out = open_data(recipe, model, None, None)
+    assert held_out.counts().tolist() == [2, 2, 2]
+    paths = [{part.where(i) for i in range(len(part))} for part in (rows, held_out)]
+    assert len(paths[0] | paths[1]) == 30
+    other, _ = open_data(replace(recipe, seed=1), model, None, None)
+    assert {other.where(i) for i in range(len(other))} != paths[0]
+    with pytest.raises(ConfigError, match="validation is '120%'; it takes a place, or a share"):
+        open_data(replace(recipe, validation="120%"), model, None, None)
 
 
 def test_a_recipe_reproduces_its_run(done, tmp_path):
