@@ -21,9 +21,9 @@ Cards: all-minilm-l6-v2, minilm-l6, bert-base-uncased, bert-large-uncased.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -285,6 +285,26 @@ class Bert(nn.Module):
         r"|transform\.(dense|LayerNorm)\.(weight|bias))"
         r"|cls\.seq_relationship\.(weight|bias)"
     )
+    # Fields of the configuration as Hugging Face transformers calls them, and its heads.
+    theirs: ClassVar[dict[str, str | tuple[str, ...]]] = {
+        "vocab_size": "vocab_size",
+        "embed_dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "mlp_dim": "intermediate_size",
+        "type_vocab_size": "type_vocab_size",
+        "norm_eps": "layer_norm_eps",
+        "dropout": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "pad_id": "pad_token_id",
+    }
+    their_name: ClassVar[str] = "Bert"
+    their_heads: ClassVar[dict[str, str]] = {
+        "sentence-embedding": "Model",
+        "text-classification": "ForSequenceClassification",
+        "token-classification": "ForTokenClassification",
+        "question-answering": "ForQuestionAnswering",
+        "fill-mask": "ForMaskedLM",
+    }
     make_layer: ClassVar[type[nn.Module]] = Layer
     packs = True  # on the CPU rows are computed without their padding
 
@@ -425,6 +445,57 @@ class Bert(nn.Module):
         stack = f"{self.body_name}.{self.stack_name}.layer"
         layers = [[f"{stack}.{i}"] for i in range(self.config.num_layers)]
         return [[f"{self.body_name}.embeddings"], *layers, list(self.head_names)]
+
+    def to_transformers(self, labels: Sequence[str] | None = None) -> dict[str, Any]:
+        """``config.json`` of this model for Hugging Face transformers.
+
+        Args:
+            labels: Names of the classes, where there are any.
+        """
+        config: dict[str, Any] = {
+            "architectures": [self.their_name + self.their_heads[self.config.task]],
+            "model_type": self.their_name.lower(),
+            "hidden_act": "gelu",
+            "max_position_embeddings": self.config.first_position + self.config.max_length,
+        }
+        for own, names in self.theirs.items():
+            names = names if isinstance(names, tuple) else (names,)
+            config |= dict.fromkeys(names, getattr(self.config, own))
+        if self.config.task.endswith("-classification"):
+            names = labels or [f"LABEL_{i}" for i in range(self.config.num_classes)]
+            config["id2label"] = {str(i): name for i, name in enumerate(names)}
+            config["label2id"] = {name: i for i, name in enumerate(names)}
+        return config
+
+    @classmethod
+    def from_transformers(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of our configuration that a ``config.json`` of transformers states.
+
+        Raises:
+            ConfigError: It is of another family, or of an activation that this one does not have.
+        """
+        kind, activation = found.get("model_type"), found.get("hidden_act", "gelu")
+        if kind != cls.their_name.lower() or activation != "gelu":
+            raise ConfigError(
+                f"config.json is of a {kind} with {activation}; {cls.__name__} is "
+                f"{cls.their_name.lower()} with gelu"
+            )
+        config: dict[str, Any] = {}
+        for own, names in cls.theirs.items():
+            name = names[0] if isinstance(names, tuple) else names
+            if name in found:
+                config[own] = found[name]
+        heads = {cls.their_name + head: task for task, head in cls.their_heads.items()}
+        tasks = [heads[name] for name in found.get("architectures") or () if name in heads]
+        if tasks:
+            config["task"] = tasks[0]
+        if tasks and tasks[0].endswith("-classification"):
+            config["num_classes"] = len(found.get("id2label", (0, 1)))
+        if "max_position_embeddings" in found:
+            default = get_type_hints(cls.__init__)["config"]
+            first = default(pad_id=config.get("pad_id", default().pad_id)).first_position
+            config["max_length"] = found["max_position_embeddings"] - first
+        return config
 
     def convert_keys(self, names: Iterable[str]) -> dict[str, str | None]:
         """This model's name of every stored tensor, or None for one that the task does not need.

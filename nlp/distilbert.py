@@ -74,6 +74,16 @@ class DistilBert(Bert):
         r"distilbert\.embeddings\.position_ids"
         r"|vocab_(transform|layer_norm|projector)\.(weight|bias)"
     )
+    theirs: ClassVar[dict[str, str | tuple[str, ...]]] = {
+        "vocab_size": "vocab_size",
+        "embed_dim": "dim",
+        "num_layers": "n_layers",
+        "num_heads": "n_heads",
+        "mlp_dim": "hidden_dim",
+        "dropout": ("dropout", "attention_dropout"),
+        "pad_id": "pad_token_id",
+    }
+    their_name = "DistilBert"
     make_layer = Layer
 
     def __init__(self, config: DistilBertConfig) -> None:

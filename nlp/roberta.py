@@ -55,6 +55,7 @@ class Roberta(Bert):
     """RoBERTa with the head of `config.task`."""
 
     body_name = "roberta"
+    their_name = "Roberta"
     head_names = ("classifier", "qa_outputs", "lm_head")
     copies: ClassVar[dict[str, str]] = {
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",

@@ -686,7 +686,7 @@ RECIPES = {
         data="numbers/train",
         validation="numbers/validation",
         epochs=4,
-        batch_size=64,
+        batch_size=32,
         optimizer=AdamW(lr=2e-3, betas=(0.9, 0.98), eps=1e-9),
         schedule=Linear(warmup=0.1),
         clip_norm=1.0,

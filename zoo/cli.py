@@ -126,14 +126,14 @@ def export(
     out: Positional[Path],
     /,
     *,
-    format: Literal["pt2", "onnx"] = "onnx",
+    format: Literal["pt2", "onnx", "transformers"] = "onnx",
 ) -> int:
     """Write a model for deployment, run the file and compare it with the model.
 
     Args:
         name: A model, or the folder of a saved one.
         out: Folder for the file.
-        format: pt2 (torch.export) or onnx.
+        format: pt2 (torch.export), onnx, or transformers, which is a folder.
     """
     from zoo.export import export as run
     from zoo.registry import load, located

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from zoo.loading import Plan
 
 
+TOKENIZER = "tokenizer.json"  # of Hugging Face tokenizers
+
+
 @dataclass(frozen=True)
 class Converted:
     """What was written, and what became of every tensor of the source."""
@@ -80,7 +83,8 @@ def convert(
         task: Another task of the same family.
         licence: Of the weights.
         **config: Fields of the family's configuration that differ from the card's, such as
-            num_classes.
+            num_classes. What a ``config.json`` beside the tensors states of a family that knows it
+            need not be given.
 
     Raises:
         WeightsError: The source is damaged or does not fit the model; nothing is written.
@@ -95,9 +99,13 @@ def convert(
     asked = cards.card(name)
     for symbol in (asked.model, asked.task):  # no module is imported under the device "meta"
         registry.symbol(symbol, asked)
-    with skeleton_of():
-        model: Any = registry.load(name, pretrained=False, task=task, device="meta", **config)
     foreign = read_foreign(source)
+    stated = _stated(asked, foreign)
+    own_task = stated.pop("task", None)
+    with skeleton_of():
+        model: Any = registry.load(
+            name, pretrained=False, task=task or own_task, device="meta", **{**stated, **config}
+        )
     header = foreign.header
     plan = make_plan(model, header.tensors, name=name, head=model.card.head)
     stored = Stored(header, lambda *_, **__: foreign.tensors, str(source), None, "not on a card")
@@ -107,7 +115,7 @@ def convert(
     hashes = {path: files.sha256_of(path) for path in foreign.files}
     vouched = not (task or config) and _vouches(asked, hashes)
     labels = asked.labels if vouched else _labels(model, foreign)
-    model.card = _own_card(asked if vouched else model.card, vouched)
+    model.card = _own_card(asked if vouched else model.card, vouched, _tokenizer(foreign, model))
     origin = {
         "converted_from": ", ".join(path.name for path in hashes),
         "upstream_sha256": ", ".join(hashes.values()),
@@ -116,7 +124,7 @@ def convert(
     if target is not None and target.suffix == ".safetensors":
         tensorfile.write(target, saving.state_of(model), origin)
         return _report(target, model, header.tensors, plan, ())
-    auxiliary, notes = _auxiliary(asked, foreign.folder)
+    auxiliary, notes = _auxiliary(asked, foreign.folder, model.card.preprocessing)
     folder = saving.write_folder(
         model,
         target if target is not None else Path(model.card.full_name.rpartition("/")[2]),
@@ -137,17 +145,41 @@ def _vouches(card: Card, hashes: Mapping[Path, str]) -> bool:
     return any(found.startswith(pin) for pin in (file.sha256, file.upstream_sha256) if pin)
 
 
-def _own_card(card: Card, vouched: bool) -> Card:
+def _stated(card: Card, foreign: Foreign) -> dict[str, Any]:
+    """Fields of the configuration that a Hugging Face folder states, if the family reads them."""
+    read = getattr(registry.symbol(card.model, card), "from_transformers", None)
+    path = foreign.folder / "config.json" if foreign.folder else None
+    found = read_json(path) if read and path and path.exists() else {}
+    return dict(read(found)) if read and "model_type" in found else {}
+
+
+def _tokenizer(foreign: Foreign, model: nn.Module) -> dict[str, Any]:
+    """The preprocessing of a text model whose card names none: the tokenizer of the folder."""
+    path = foreign.folder / TOKENIZER if foreign.folder else None
+    limit = getattr(model.config, "max_length", None)
+    if path is None or limit is None or not _belongs(path):
+        return {}
+    return {"tokenizer": TOKENIZER, "max_length": limit}
+
+
+def _own_card(card: Card, vouched: bool, tokenizer: Mapping[str, Any]) -> Card:
     """The card of the result: the tag and licence are the card's only if it vouches for them."""
     if vouched:
         return card
-    old = card.weights[card.tag] if card.tag else Weights(files=(), licence="")
+    if card.tag:
+        old = card.weights[card.tag]
+    else:
+        old = Weights(files=(), licence="", preprocessing=dict(tokenizer))
     own = replace(old, licence="not stated")
     return replace(card, tag="converted", weights={"converted": own})
 
 
-def _auxiliary(card: Card, folder: Path | None) -> tuple[dict[str, Path], tuple[str, ...]]:
+def _auxiliary(
+    card: Card, folder: Path | None, preprocessing: Mapping[str, Any]
+) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Further files of the tag: those beside the source, else those installed; and what is not."""
+    if card.tag is None and folder and preprocessing:
+        return {TOKENIZER: folder / TOKENIZER}, ()
     if card.tag is None:
         tags = ", ".join(cards.list_weights(card.name))
         hint = f"; a name with a tag brings that of the tag: {tags}" if tags else ""

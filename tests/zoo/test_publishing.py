@@ -89,7 +89,7 @@ def test_weights_that_are_still_to_be_trained_are_planned_and_no_more(shelf: Pat
 
 def test_what_only_trained_weights_have_is_refused_without_files(shelf: Path) -> None:
     (shelf / "small.toml").write_text(CARD.replace("licence =", "default = true\nlicence ="))
-    with pytest.raises(CardError, match="lists no files, and yet"):
+    with pytest.raises(CardError, match="lists no tensors, and yet"):
         zoo.card("small")
 
 

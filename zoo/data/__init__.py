@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from zoo.errors import DataError, nearest, shown
-from zoo.files import sha256_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ class Dataset:
 
     def sha256(self, split: str) -> str:
         """Of the bytes of a split."""
-        return sha256_of(self.path(split))
+        with self.path(split).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import nn
 from zoo.cards import Card
 from zoo.config import plain
 from zoo.errors import ConfigError, ExportError, ZooError, nearest, require, shown
-from zoo.export import onnx, pt2
+from zoo.export import onnx, pt2, transformers
 from zoo.export.parity import Case, Run, compare
 from zoo.export.program import Program, failure, trace
 from zoo.registry import card_of, evaluating, load, make_task
@@ -89,7 +89,7 @@ def export(
     target: str | Path | nn.Module,
     out: str | Path,
     *,
-    format: Literal["pt2", "onnx"] = "onnx",
+    format: Literal["pt2", "onnx", "transformers"] = "onnx",
     tolerance: float = 1e-4,
     raw: bool = False,
     **config: Any,
@@ -103,7 +103,8 @@ def export(
         target: A model that `zoo.load` returned, or what `zoo.load` takes: a name then means its
             trained weights unless ``pretrained=False`` is given.
         out: Folder of the file, made if needed; or the file, ending with the format's suffix.
-        format: "pt2" for PyTorch, "onnx" for onnxruntime and others.
+        format: "pt2" for PyTorch, "onnx" for onnxruntime and others; "transformers" writes a folder
+            that Hugging Face transformers opens, of the models that it has.
         tolerance: Largest difference allowed, relative to the largest value of the same output.
         raw: Write what the task makes of the model: from raw inputs to answers, for example from an
             observation to the action for `env.step`.
@@ -118,12 +119,14 @@ def export(
         >>> report = zoo.export("resnet50.cifar10", "out/", format="onnx")  # doctest: +SKIP
     """
     started = time.perf_counter()
-    writer = _format(format)
+    writer = _format(format) if format != "transformers" else None
     if not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance is {shown(tolerance)}; it takes 0 or more, below 1")
     model = _model(target, config)
     model = _graph(model) if raw else model
     card = card_of(model)
+    if writer is None:
+        return _as_folder(model, card, Path(out), tolerance, started)
     path = _destination(Path(out), card, writer.SUFFIX)
     where = f"{card.full_name} as {format}"
     with _staging(path.parent) as staging:
@@ -147,6 +150,28 @@ def export(
         seconds=time.perf_counter() - started,
         opset=opset,
         external_files=tuple(file for file in files if file != path),
+    )
+
+
+def _as_folder(
+    model: nn.Module, card: Card, out: Path, tolerance: float, started: float
+) -> ExportReport:
+    """What `export` does for a format that is a folder."""
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"{shown(str(out))} is a file; transformers opens a folder")
+    where = f"{card.full_name} as transformers"
+    with _staging(out) as staging:
+        with evaluating(model), torch.no_grad():
+            transformers.write(model, staging)
+            run = transformers.run(model, staging)
+            cases = compare(model, card, card.inputs, run, tolerance=tolerance, where=where)
+        files = _publish(staging, out / transformers.CONFIG)
+    return ExportReport(
+        path=out,
+        format="transformers",
+        size_bytes=sum(file.stat().st_size for file in files),
+        cases=cases,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -191,7 +216,7 @@ def _format(name: str) -> Format:
     if name not in FORMATS:
         raise ExportError(
             f"no format is named {shown(name)};{nearest(str(name), FORMATS)} "
-            f"the formats are {', '.join(FORMATS)}"
+            f"the formats are {', '.join(FORMATS)}, transformers"
         )
     writer = FORMATS[name]
     for package in writer.PACKAGES:
