@@ -113,12 +113,8 @@ class Branch(nn.Module):
                 f"a Branch of {len(branches)} branches has {len(cost)} costs; give one for each"
             )
         self.stem, self.gate, self.branches = stem, gate, nn.ModuleList(branches)
-        self._cost, self._temperature = cost, temperature
-        self.init_buffers()
-
-    def init_buffers(self) -> None:
-        """The first temperature."""
-        self.register_buffer("temperature", torch.tensor(self._temperature))
+        self._cost = cost
+        self.register_buffer("temperature", torch.tensor(temperature))
 
     @property
     def nested(self) -> tuple[Branch | None, ...]:

@@ -27,11 +27,13 @@ class Acting(nn.Module):
 
     Attributes:
         card: The policy's, with the inputs and outputs of this graph.
+        load_report: The policy's.
     """
 
     def __init__(self, policy: Policy, card: Card, *, masked: bool = False) -> None:
         super().__init__()
         self.policy, self.masked, self.config = policy, masked, policy.config
+        self.load_report = getattr(policy, "load_report", None)
         width = policy.config.observation
         inputs = {
             "observation": TensorSpec(dtype="float32", shape=("batch", width), example={"batch": 2})

@@ -30,11 +30,7 @@ class Moments(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.init_buffers()
-
-    def init_buffers(self) -> None:
-        """Statistics of no rows."""
-        width = self.width
+        # No `init_buffers`: the loader calls that of buffers that no file holds.
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("squares", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))

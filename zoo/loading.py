@@ -95,7 +95,8 @@ def load_into(
         new_head: The caller asked for other classes or another task.
         stored_channels: Input channels of the stored network, where the caller asked for another
             number; the family's `adapt_input` converts.
-        dtype: Of every floating-point tensor; None widens 16-bit ones to float32.
+        dtype: Of every floating-point tensor, but of buffers in float64; None widens 16-bit ones to
+            float32.
 
     Raises:
         WeightsError: The file does not fit. Its first line names the first tensor, the details all.
@@ -108,8 +109,11 @@ def load_into(
         new_head=new_head,
         stored_channels=stored_channels,
     )
+    expected = skeleton.state_dict()
+    # Statistics that a model keeps in float64 stay what they are.
+    double = {s for own, s in plan.sources.items() if expected[own].dtype == torch.float64}
     floats = {
-        source: dtype or torch.float32
+        source: torch.float64 if source in double else dtype or torch.float32
         for source, info in stored.header.tensors.items()
         if torch_dtype(info.dtype).is_floating_point
     }

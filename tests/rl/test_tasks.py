@@ -143,6 +143,21 @@ def test_training_by_a_name_leaves_a_folder_for_pipelines(
         PolicyTask.train("ppo-cartpole.v1", other, tmp_path / "other", trackers=(), quiet=True)
 
 
+def test_statistics_and_temperatures_are_saved_with_the_policy(tmp_path: Path) -> None:
+    model = fresh("ppo-pendulum")
+    model.normalizer.update(torch.randn(50, 3) * 4 + 1)
+    model.scaler.update(torch.randn(50, 1) * 4)
+    zoo.save(model, tmp_path / "a")
+    loaded = zoo.load(tmp_path / "a")
+    assert float(loaded.normalizer.count) == 50
+    obs = torch.randn(9, 3)
+    assert torch.equal(loaded(obs)[0], model(obs)[0])
+    branched = zoo.load("ppo-cartpole", pretrained=False, branches=((), (8,)))
+    branched.actor.set_temperature(0.25)
+    zoo.save(branched, tmp_path / "b")
+    assert float(zoo.load(tmp_path / "b").actor.temperature) == 0.25
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_read_back(name: str, tmp_path: Path) -> None:
     recipe = replace(
