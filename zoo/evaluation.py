@@ -11,7 +11,6 @@ from zoo import registry, tensorfile
 from zoo.cards import Card, Metric
 from zoo.data import Dataset
 from zoo.errors import CardError, ConfigError, UnknownModelError, nearest, shown
-from zoo.files import sha256_of
 from zoo.pipeline import Pipeline, pipeline
 
 TOLERANCE = 0.002  # of a number that the card does not state yet
@@ -69,10 +68,9 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
     pipe = pipeline(card.full_name)
     for place in wanted:
         dataset, split = _dataset(pipe, place)
-        path = dataset.path(split)
         counted = _Counted(dataset.examples(split))
         values = pipe.task.measure(pipe, counted)
-        digest = sha256_of(path)
+        digest = dataset.sha256(split)
         for metric, value in values.items():
             full = f"{place}/{metric}"
             if data or full in stated:

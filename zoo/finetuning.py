@@ -149,7 +149,9 @@ def finetune(
         plan = agreed_plan(request, folder, resume, place)
         if distributed.is_main() and not quiet:
             print(*plan.lines(), f"writes    {folder}", sep="\n", flush=True)
-        model = load_model(request, plan.recipe.task or "", plan.classes)
+        recipe = plan.recipe
+        parts = None if plan.classes else plan.labels
+        model = load_model(request, recipe.task or "", recipe.config, plan.preprocessing, parts)
         result = train(
             model,
             plan.recipe,
@@ -157,7 +159,7 @@ def finetune(
             resume=resume,
             rows=plan.rows["train"],
             validation_rows=plan.rows["validation"],
-            labels=plan.classes,
+            labels=plan.labels,
             device=place,
             quiet=quiet,
         )

@@ -127,6 +127,8 @@ def look(
         if unreadable is None:
             # As it is learnt: what embeds single texts learns from pairs of them.
             whole = SimpleNamespace(read=lambda raw: task.example(raw, 0), example=task.example)
+            if hasattr(task, "check"):
+                whole = task
             report, rows[part] = check(opened, whole)
             left_out[part] = [index for index, _, _ in report.unreadable]
             findings += report.lines()

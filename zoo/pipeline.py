@@ -25,12 +25,14 @@ class Pipeline:
     The model answers in eval mode and is in its own mode again afterwards.
     """
 
-    def __init__(self, model: nn.Module, *, batch_size: int = BATCH_SIZE) -> None:
-        if type(batch_size) is not int or batch_size < 1:
-            raise ConfigError(f"batch_size is {shown(batch_size)}; it takes a whole number from 1")
+    def __init__(self, model: nn.Module, *, batch_size: int | None = None) -> None:
         self.model = model
         self.card = registry.card_of(model)
         self.task = registry.make_task(model)
+        if batch_size is None:
+            batch_size = getattr(self.task, "batch_size", BATCH_SIZE)
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size is {shown(batch_size)}; it takes a whole number from 1")
         self.batch_size = batch_size
         # A task whose answer takes more than one call of the model says how, in `run`.
         self._run = getattr(self.task, "run", _forward)
@@ -47,11 +49,17 @@ class Pipeline:
             DataError: An item cannot be read, or the list is empty.
             ConfigError: The task has no such option.
         """
-        split = self._split(options)
-        if not isinstance(inputs, list):
-            return self._answers([inputs], *split)[0]
-        if not inputs:
+        whole = isinstance(inputs, list)
+        if whole and not inputs:
             raise DataError("the list of inputs is empty; give at least one item")
+        for name in getattr(self.task, "each", ()):
+            if name in options and whole:
+                options[name] = _one_each(name, options[name], inputs)
+            elif name in options:
+                options[name] = [options[name]]
+        split = self._split(options)
+        if not whole:
+            return self._answers([inputs], *split)[0]
         answers = self._answers(inputs, *split)
         gather = getattr(self.task, "gather", None)
         return gather(answers) if gather else answers
@@ -92,14 +100,19 @@ class Pipeline:
                     answers[index] = answer
         return answers
 
+    def _own(self, options: dict[str, Any], index: int) -> dict[str, Any]:
+        """Options of one item, where the task has some that each item has by itself."""
+        each = getattr(self.task, "each", ())
+        return {name: v[index] if name in each else v for name, v in options.items()}
+
     def _batches(
         self, inputs: Sequence[Any], reading: dict[str, Any]
     ) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Prepared samples with their positions, near sizes together, a window at a time."""
-        window = WINDOW * self.batch_size
+        window = WINDOW * self.batch_size if self.batch_size > 1 else 1
         for start in range(0, len(inputs), window):
             samples = [
-                (index, _read(self.task, inputs, index, reading))
+                (index, _read(self.task, inputs, index, self._own(reading, index)))
                 for index in range(start, min(start + window, len(inputs)))
             ]
             samples.sort(key=lambda item: max(tensor.numel() for tensor in item[1].values()))
@@ -109,14 +122,14 @@ class Pipeline:
 
 
 def pipeline(
-    target: str | Path | nn.Module, *, batch_size: int = BATCH_SIZE, **options: Any
+    target: str | Path | nn.Module, *, batch_size: int | None = None, **options: Any
 ) -> Pipeline:
     """A pipeline for a name, a loaded model, or the folder of a saved one.
 
     Args:
         target: A name means its trained weights, with or without a tag; random ones are never run
             unless ``pretrained=False`` asks for them.
-        batch_size: Items that the model sees at a time.
+        batch_size: Items that the model sees at a time; by default the task's own, or 32.
         **options: Passed to `zoo.load`.
     """
     if isinstance(target, str | Path):
@@ -177,6 +190,19 @@ def _read(
             raise
         raise DataError(f"item {index}: {error.line}", *error.details) from error
     return sample
+
+
+def _one_each(name: str, values: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The values of an option that every item has by itself.
+
+    Raises:
+        ConfigError: They are not as many as the items.
+    """
+    if not isinstance(values, list) or len(values) != len(inputs):
+        raise ConfigError(
+            f"{name} is {shown(values)}; a list of {len(inputs)} inputs takes a list of as many"
+        )
+    return values
 
 
 def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,3 +55,8 @@ class Dataset:
     def examples(self, split: str) -> Iterator[tuple[Any, Any]]:
         """Every (raw input, target) of a split, each once, in the published order."""
         return self.read(self.path(split))
+
+    def sha256(self, split: str) -> str:
+        """Of the bytes of a split, by which another version of the set is told apart."""
+        with self.path(split).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()

@@ -151,9 +151,9 @@ def write_weights(
     elif old and (source := old.origin.get("derived_from")):
         origin["derived_from"] = source
     names = labels or card.labels
-    classes = run.batches.rows.classes
-    if names is None and classes and len(classes) == card.config.get("num_classes"):
-        names = classes
+    own = run.batches.rows.labels
+    if names is None and own and len(own) == card.config.get("num_classes"):
+        names = own
     auxiliary = {f.name: find_file(card, f.name) for f in old.files[1:]} if old else {}
     setattr(model, "card", replace(card, name=base))  # noqa: B010 (a Module takes only tensors)
     folder = write_folder(
@@ -189,7 +189,7 @@ def measured(run: Run, made: str, metrics: Mapping[str, float], rows: Rows) -> I
             value=round(value, 6),
             n=len(rows),
             tolerance=TOLERANCE if known else 0.0,
-            data_sha256=files.sha256_of(dataset.path(split)) if known else None,
+            data_sha256=dataset.sha256(split) if known else None,
             command=f"python scripts/evaluate.py {made}" if known else None,
             source=None if known else "measured by the run that made these weights",
         )

@@ -202,10 +202,10 @@ def open_data(
     if held_out is None and recipe.validation:
         held_out = open_rows(recipe.validation, task, classes=rows.classes)
     classes = getattr(getattr(model, "config", None), "num_classes", None)
-    if rows.classes and classes is not None and len(rows.classes) > classes:
+    if rows.labels and classes is not None and len(rows.labels) > classes:
         raise ConfigError(
-            f"{rows.name} has {len(rows.classes)} classes and {card.name} {classes}; "
-            f"set config num_classes to {len(rows.classes)}"
+            f"{rows.name} has {len(rows.labels)} classes and {card.name} {classes}; "
+            f"set config num_classes to {len(rows.labels)}"
         )
     return rows, held_out
 
