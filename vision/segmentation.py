@@ -68,6 +68,7 @@ from zoo.progress import shown_bytes
 from zoo.training.recipe import Recipe
 
 CHUNK = 8  # volumes that `measure` hands over at a time
+HD95_TOLERANCE = 0.05  # mm: of a mean over cases, where one case moves by whole voxels
 WINDOWS = 16  # that are predicted at once, at most
 STAYS = Turn((0, 1, 2), (False, False, False))
 CT_CASES, CT_VOXELS = 40, 10_000  # that the range of intensities of CT is planned from; of each
@@ -145,8 +146,10 @@ class VolumeSegmentation:
                 f"{where}: pairs name {max(named)}, and there are {self.classes} classes"
             )
         # Metrics of `measure` of which less is better.
-        distances = (f"hd95_{name}" for name in self.labels or map(str, range(self.classes or 2)))
-        self.lower_is_better = ("hd95", *distances, "missed", "false_alarms")
+        named_by = self.labels or [str(label) for label in range(self.classes or 2)]
+        distances = ["hd95", *(f"hd95_{name}" for name in named_by[1:])]
+        self.lower_is_better = (*distances, "missed", "false_alarms")
+        self.tolerances = dict.fromkeys(distances, HD95_TOLERANCE)  # of what a card says of them
 
     def read(
         self, raw: object, *, out: str | Path | None = None, montage: str | Path | None = None

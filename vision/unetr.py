@@ -249,7 +249,7 @@ class UNETR(nn.Module):
 
     @staticmethod
     def init_weights(module: nn.Module) -> None:
-        """Initial values of one module.
+        """Initial values of one module; ``apply`` comes to the head after its convolution.
 
         Source: linear layers and positions Dosovitskiy et al. 2020,
             https://arxiv.org/abs/2010.11929; convolutions He et al. 2015,
@@ -261,6 +261,8 @@ class UNETR(nn.Module):
             nn.init.kaiming_normal_(module.weight, a=SLOPE)
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
+        elif isinstance(module, nn.ModuleDict):  # the head begins with all classes alike
+            nn.init.trunc_normal_(module["conv"].conv.weight, std=INIT_STD)
         elif isinstance(module, Embedding):
             nn.init.trunc_normal_(module.position_embeddings, std=INIT_STD)
         bias = getattr(module, "bias", None)

@@ -395,4 +395,5 @@ def test_misses_are_counted_and_never_dropped() -> None:
     assert (found["missed"], found["false_alarms"]) == (10, 0)
     assert (found["dice_1"], found["dice_2"]) == (0, 1)
     assert found["hd95_1"] == pytest.approx(12**0.5)
-    assert set(judge.lower_is_better) >= {"hd95", "hd95_1", "missed"}
+    assert set(judge.lower_is_better) >= {"hd95", "hd95_1", "hd95_2", "missed"}
+    assert judge.tolerances.keys() == {"hd95", "hd95_1", "hd95_2"}

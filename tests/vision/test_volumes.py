@@ -268,3 +268,57 @@ def test_preprocessing_out_of_range_is_refused(fields: dict, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         VolumePreprocessing(**fields)
     assert text in caught.value.line
+
+
+def there_and_back(folder: Path, matrices: list[np.ndarray], turns: list[Turn]) -> int:
+    """Scans in every orientation: a mask made of the upright volume returns voxel for voxel."""
+    count = 0
+    for matrix in matrices:
+        for turn in turns:
+            scan = turned(Volume(GRID, matrix), turn)
+            path = saved(folder / "scan.nii", np.ascontiguousarray(scan.data), scan.affine)
+            read = read_volume(path)
+            stood = upright(read.affine)
+            standing = turned(read, stood)
+            # World coordinates agree, to what float32 in the header holds.
+            for value in (0, 7, 23):
+                at = [
+                    tuple(int(i) for i in np.argwhere(v.data == value)[0]) for v in (scan, standing)
+                ]
+                here, there = (
+                    (v.affine @ [*index, 1])[:3]
+                    for v, index in zip((scan, standing), at, strict=True)
+                )
+                assert np.abs(here - there).max() < 1e-4
+            mask = (
+                standing.data.astype(np.int64) % 5
+            )  # of the upright volume, as a network gives it
+            write_mask(np.ascontiguousarray(stood.back(mask)), read, folder / "mask.nii")
+            before, after = (nibabel.load(folder / n) for n in ("scan.nii", "mask.nii"))
+            assert np.array_equal(np.asarray(after.dataobj), scan.data % 5)
+            assert np.array_equal(before.affine, after.affine)
+            changed = {
+                k for k in before.header if before.header[k].tobytes() != after.header[k].tobytes()
+            }
+            assert changed <= {"datatype", "bitpix", "descrip", "scl_slope", "scl_inter"}
+            count += 1
+    return count
+
+
+def oblique(count: int) -> list[np.ndarray]:
+    """Affines turned at random, each with three spacings."""
+    draw = np.random.default_rng(0)
+    angles = draw.uniform(-np.pi, np.pi, (count, 3))
+    spacings = [(1.0, 1.0, 1.0), (0.7, 0.7, 5.0), (1.1, 2.3, 0.4)]
+    return [affine(spacing, tuple(angle)) for angle in angles for spacing in spacings]
+
+
+def test_masks_return_from_some_orientations(tmp_path: Path) -> None:
+    assert there_and_back(tmp_path, oblique(2), TURNS[::7]) == 6 * 7
+
+
+@pytest.mark.prove
+def test_masks_return_from_48_orientations_of_20_oblique_scans_of_3_spacings(
+    tmp_path: Path,
+) -> None:
+    assert there_and_back(tmp_path, oblique(20), TURNS) == 48 * 20 * 3

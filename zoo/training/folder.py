@@ -183,12 +183,13 @@ def measured(run: Run, made: str, metrics: Mapping[str, float], rows: Rows) -> I
     known = dataset is not None and split in dataset.files
     if not known:
         place = f"{Path(run.batches.rows.name).name}/validation"
+    tolerances: Mapping[str, float] = getattr(run.task, "tolerances", {})
     for key, value in metrics.items():
         yield Metric(
             name=f"{place}/{key}",
             value=round(value, 6),
             n=len(rows),
-            tolerance=TOLERANCE if known else 0.0,
+            tolerance=tolerances.get(key, TOLERANCE) if known else 0.0,
             data_sha256=dataset.sha256(split) if known else None,
             command=f"python scripts/evaluate.py {made}" if known else None,
             source=None if known else "measured by the run that made these weights",
