@@ -112,7 +112,7 @@ def sliding_window(
         DataError: `volume` has other axes, or `predict` gives another size.
     """
     out: Tensor | None = None
-    for slab, begin in _slabs(predict, volume, window, overlap, batch_size):
+    for slab, begin in slabs(predict, volume, window, overlap=overlap, batch_size=batch_size):
         if out is None:
             out = slab.new_zeros((*slab.shape[:2], *volume.shape[2:]))
         out[:, :, begin : begin + slab.shape[2]] = slab
@@ -148,7 +148,7 @@ def sliding_window_mask(
     mask = torch.empty(
         (volume.shape[0], *volume.shape[2:]), dtype=torch.uint8, device=volume.device
     )
-    for slab, begin in _slabs(predict, volume, window, overlap, batch_size):
+    for slab, begin in slabs(predict, volume, window, overlap=overlap, batch_size=batch_size):
         if slab.shape[1] > 256:
             raise DataError(
                 f"there are {slab.shape[1]} classes and a mask of bytes holds 256; take "
@@ -177,10 +177,19 @@ def peak_bytes(
     return batch * (4 * (slab + call) + depth * height * width)
 
 
-def _slabs(
-    predict: Predict, volume: Tensor, window: Axes, overlap: float, batch_size: int
+def slabs(
+    predict: Predict,
+    volume: Shaped[Tensor, "batch channels depth height width"],
+    window: Axes,
+    *,
+    overlap: float = 0.5,
+    batch_size: int = 1,
 ) -> Iterator[tuple[Tensor, int]]:
-    """Finished answers with their first voxel along depth, in order, without gap or overlap."""
+    """Finished answers with their first voxel along depth, in order, without gap or overlap.
+
+    A slab is to be used before the next one is asked for. Arguments and errors are those of
+    `sliding_window`.
+    """
     _check(volume, window, overlap, batch_size)
     sizes = volume.shape[2:]
     depth, height, width = (

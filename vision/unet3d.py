@@ -29,8 +29,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vision.convnet import adapted_stem, checkpointed
+from vision.volume_augment import VolumeRecipe
 from vision.volumenet import Axes, check_stages, check_volumes, conv, cut_to, total_stride
 from zoo.errors import ConfigError, shown
+from zoo.training.recipe import AdamW, Cosine
 
 SLOPE = 0.01  # of the leaky rectifiers below 0
 
@@ -328,3 +330,29 @@ class UNet3D(nn.Module):
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
         """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
         return adapted_stem("stem.0.weight", tensors, in_channels, self.config.in_channels)
+
+
+# Volumes of 35 x 50 x 36 voxels of 1 mm, which one patch holds whole; planned by
+# `vision.volume_plan.make_plan` but for the width, which is what a core trains in half an hour.
+# Source: Isensee et al. 2018, section 2 (loss, deep supervision, augmentation); Loshchilov, Hutter
+# 2017 (AdamW in place of SGD, since the run is short).
+HIPPOCAMPUS = VolumeRecipe(
+    data="hippocampus/train",
+    validation="hippocampus/validation",
+    epochs=25,
+    batch_size=2,
+    optimizer=AdamW(lr=1e-3, weight_decay=0.05),
+    schedule=Cosine(warmup=0.03),
+    precision="bfloat16",
+    clip_norm=5.0,
+    ema=0.995,
+    spatial=0.2,
+    rotation=20.0,
+    scaling=(0.8, 1.25),
+    intensity=1.0,
+    low_resolution=0.25,
+    mirror=True,
+    evaluate_every=420,
+    workers=1,
+)
+RECIPES = {"hippocampus": HIPPOCAMPUS}

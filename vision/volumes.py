@@ -13,12 +13,70 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float32, Integer, Shaped
 from numpy.typing import NDArray
+from torch import Tensor
 
-from zoo.errors import DataError, require, shown
+from vision.volumenet import Axes
+from zoo.errors import ConfigError, DataError, require, shown
 
 Affine = NDArray[np.float64]
+Spacing = tuple[float, float, float]
 TOLERANCE = 1e-3  # mm, by which corners of an image and of its labels may differ
+RIGHT = 2  # the axis of an upright volume that runs from left to right
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumePreprocessing:
+    """How a volume becomes the input of a network; axes are superior, anterior and right.
+
+    Attributes:
+        spacing: Size of a voxel in mm that the network sees; None keeps the file's own.
+        window: Voxels that it sees at once; None is the whole volume.
+        clip: Lowest and highest intensity; what is beyond becomes that. None keeps all.
+        mean: Intensity that becomes 0; None takes each volume's own, channel by channel.
+        std: Intensities that become 1; None takes each volume's own.
+        mirror: Axes along which a mirrored volume is one that the network may meet.
+        pairs: Labels of which one is left and the other right, such as ``((3, 4),)``; empty where
+            no label knows a side. None means that nobody has said so: then nothing is mirrored
+            from left to right.
+        largest_component: Whether of each label only the largest connected part is kept.
+    """
+
+    spacing: Spacing | None = None
+    window: tuple[int, int, int] | None = None
+    clip: tuple[float, float] | None = None
+    mean: float | None = None
+    std: float | None = None
+    mirror: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] | None = None
+    largest_component: bool = False
+
+    def __post_init__(self) -> None:
+        for name, right, takes in (
+            ("spacing", not self.spacing or min(self.spacing) > 0, "three lengths in mm above 0"),
+            ("window", not self.window or min(self.window) >= 1, "three sizes in voxels above 0"),
+            ("clip", not self.clip or self.clip[0] < self.clip[1], "a lower and a higher number"),
+            ("std", self.std is None or self.std > 0, "a number above 0, with mean"),
+            ("mean", (self.mean is None) == (self.std is None), "a number where std has one"),
+            ("mirror", set(self.mirror) <= {0, 1, 2}, "axes out of 0, 1 and 2"),
+            ("pairs", _disjoint(self.pairs or ()), "pairs of two labels, each label once"),
+        ):
+            if not right:
+                given = shown(getattr(self, name))
+                raise ConfigError(f"preprocessing: {name} is {given}; it takes {takes}")
+
+    @property
+    def mirrored(self) -> tuple[int, ...]:
+        """Axes that may be mirrored: left and right only where `pairs` says what that does."""
+        return tuple(axis for axis in self.mirror if axis != RIGHT or self.pairs is not None)
+
+
+def _disjoint(pairs: tuple[tuple[int, int], ...]) -> bool:
+    labels = [label for pair in pairs for label in pair]
+    return len(set(labels)) == len(labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +222,21 @@ def read_volume(path: str | Path) -> Volume:
             axes, its affine is singular, or values are not finite.
         MissingPackageError: nibabel is not installed.
     """
+    (volume,) = read_channels(path, 1)
+    return volume
+
+
+def read_channels(path: str | Path, channels: int) -> list[Volume]:
+    """The volumes of a NIfTI file that holds several on one grid, along a fourth axis.
+
+    Args:
+        path: ``.nii`` or ``.nii.gz``.
+        channels: Number of them; 1 is a file of three axes.
+
+    Raises:
+        DataError: As `read_volume`, or the file holds another number.
+        MissingPackageError: nibabel is not installed.
+    """
     nibabel = require("nibabel", "volumes")
     path = Path(path)
     where = shown(str(path))
@@ -185,14 +258,38 @@ def read_volume(path: str | Path) -> Volume:
     except Exception as error:  # nibabel, gzip, zlib and numpy each have their own
         reason = " ".join(str(error).split())[:80] or type(error).__name__
         raise DataError(f"{where} is no readable NIfTI file: {reason}") from error
+    if channels > 1 and shape[3:] != (channels,):
+        raise DataError(
+            f"{where} has the shape {shape}; the model takes {channels} channels: (x, y, z, "
+            f"{channels})"
+        )
+    parts = [data.reshape(shape)] if channels == 1 else np.moveaxis(data.reshape(shape), 3, 0)
     try:
-        volume = Volume(data.reshape(shape), affine, image.header)
+        volumes = [Volume(part, affine, image.header) for part in parts]
     except DataError as error:
         raise DataError(f"{where}: {error.line}", *error.details) from error
-    if not np.isfinite(volume.data).all():
-        count = int((~np.isfinite(volume.data)).sum())
+    if not np.isfinite(data).all():
+        count = int((~np.isfinite(data)).sum())
         raise DataError(f"{where}: {count:,} voxels are not finite; replace them by what air has")
-    return volume
+    return volumes
+
+
+def read_grid(path: str | Path) -> tuple[tuple[int, ...], Spacing]:
+    """Size and spacing in mm of a NIfTI file, its axes upright; no voxel is read.
+
+    Raises:
+        DataError: As `read_volume`.
+        MissingPackageError: nibabel is not installed.
+    """
+    nibabel = require("nibabel", "volumes")
+    try:
+        image = nibabel.load(Path(path))
+        grid = Volume(np.broadcast_to(np.int8(0), image.shape[:3]), image.affine)
+    except Exception as error:  # as in `read_channels`
+        reason = " ".join(str(error).split())[:80] or type(error).__name__
+        raise DataError(f"{shown(str(path))} is no readable NIfTI file: {reason}") from error
+    grid = turned(grid, upright(grid.affine))
+    return grid.data.shape, grid.spacing
 
 
 def write_mask(mask: np.ndarray, like: Volume, path: str | Path) -> None:
@@ -227,6 +324,72 @@ def write_mask(mask: np.ndarray, like: Volume, path: str | Path) -> None:
     image = nibabel.Nifti1Image(mask.astype(kind), affine, header)
     image.header.set_slope_inter(1, 0)
     nibabel.save(image, path)
+
+
+def size_at(shape: tuple[int, ...], spacing: Spacing, wanted: Spacing | None) -> Axes:
+    """Voxels of a volume whose voxels get another size: the same extent, rounded, at least 1."""
+    if wanted is None:
+        wanted = spacing
+    depth, height, width = (
+        max(1, round(n * have / want)) for n, have, want in zip(shape, spacing, wanted, strict=True)
+    )
+    return depth, height, width
+
+
+def resampled(
+    volume: Float32[Tensor, "channels _ _ _"], size: Axes
+) -> Float32[Tensor, "channels depth height width"]:
+    """Intensities on a grid of the same extent with other voxels, interpolated linearly."""
+    if volume.shape[1:] == size:
+        return volume
+    return F.interpolate(volume[None], size, mode="trilinear")[0]
+
+
+def resampled_mask(
+    mask: Integer[Tensor, "_ _ _"], size: Axes
+) -> Integer[Tensor, "depth height width"]:
+    """Labels on a grid of the same extent with other voxels: where each has most weight.
+
+    Every label is interpolated by itself and the heaviest one kept, so that memory does not grow
+    with their number. Of equal ones the lowest stays.
+    """
+    if mask.shape == size:
+        return mask
+    best = mask.new_zeros(size)
+    weight = torch.full(size, -1.0)
+    for label in mask.unique().tolist():
+        here = F.interpolate((mask == label).float()[None, None], size, mode="trilinear")[0, 0]
+        best[here > weight] = label
+        weight = torch.maximum(weight, here)
+    return best
+
+
+def with_sides_swapped(
+    mask: Shaped[np.ndarray, ...] | Shaped[Tensor, ...], pairs: tuple[tuple[int, int], ...]
+) -> Any:
+    """Labels of a mask that was mirrored from left to right: left ones become right ones."""
+    swapped = mask.clone() if isinstance(mask, Tensor) else mask.copy()
+    for one, other in pairs:
+        swapped[mask == one], swapped[mask == other] = other, one
+    return swapped
+
+
+def largest_components(mask: np.ndarray) -> np.ndarray:
+    """A mask without what is apart from the largest part of its label; corners connect.
+
+    Args:
+        mask: Whole numbers from 0, three axes.
+    """
+    from scipy.ndimage import find_objects, label
+
+    kept = np.zeros_like(mask)
+    for index, box in enumerate(find_objects(mask.astype(np.int32)), 1):
+        if box is None:
+            continue
+        parts, _ = label(mask[box] == index, np.ones((3, 3, 3)))
+        sizes = np.bincount(parts.ravel())[1:]
+        kept[box][parts == sizes.argmax() + 1] = index
+    return kept
 
 
 def millilitres(mask: np.ndarray, volume: Volume, labels: list[str]) -> dict[str, float]:

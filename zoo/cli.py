@@ -109,7 +109,7 @@ def predict(
     lines = getattr(pipe.task, "lines", None)
     if as_json:
         for answer in answers:
-            print(json.dumps(answer.tolist() if hasattr(answer, "tolist") else answer))
+            print(json.dumps(answer, default=lambda value: value.tolist()))
     elif lines:
         print("\n".join(lines(items, answers)))
     else:

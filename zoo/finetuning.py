@@ -149,7 +149,11 @@ def finetune(
         plan = agreed_plan(request, folder, resume, place)
         if distributed.is_main() and not quiet:
             print(*plan.lines(), f"writes    {folder}", sep="\n", flush=True)
-        model = load_model(request, plan.recipe.task or "", plan.classes)
+        recipe = plan.recipe
+        task = recipe.task or ""
+        model = load_model(
+            request, task, recipe.config, plan.preprocessing, plan.labels, plan.classes is None
+        )
         result = train(
             model,
             plan.recipe,
@@ -157,7 +161,7 @@ def finetune(
             resume=resume,
             rows=plan.rows["train"],
             validation_rows=plan.rows["validation"],
-            labels=plan.classes,
+            labels=plan.labels,
             device=place,
             quiet=quiet,
         )

@@ -35,7 +35,7 @@ class Pipeline:
         self.task = registry.make_task(model)
         # Items of like length share a batch; a task may say how much a batch holds instead.
         self.budget: int | None = None if batch_size else getattr(self.task, "budget", None)
-        self.batch_size = batch_size or BATCH_SIZE
+        self.batch_size = batch_size or getattr(self.task, "batch_size", BATCH_SIZE)
         # A task whose answer takes more than one call of the model says how, in `run`.
         self._run = getattr(self.task, "run", _forward)
         self._decodes_samples = "samples" in inspect.signature(self.task.decode).parameters
@@ -51,11 +51,17 @@ class Pipeline:
             DataError: An item cannot be read, or the list is empty.
             ConfigError: The task has no such option.
         """
-        split = self._split(options)
-        if not isinstance(inputs, list):
-            return self._answers([inputs], *split)[0]
-        if not inputs:
+        whole = isinstance(inputs, list)
+        if whole and not inputs:
             raise DataError("the list of inputs is empty; give at least one item")
+        for name in getattr(self.task, "each", ()):
+            if name in options and whole:
+                options[name] = _one_each(name, options[name], inputs)
+            elif name in options:
+                options[name] = [options[name]]
+        split = self._split(options)
+        if not whole:
+            return self._answers([inputs], *split)[0]
         answers = self._answers(inputs, *split)
         gather = getattr(self.task, "gather", None)
         return gather(answers) if gather else answers
@@ -103,14 +109,19 @@ class Pipeline:
                     answers[index] = answer
         return answers
 
+    def _own(self, options: dict[str, Any], index: int) -> dict[str, Any]:
+        """Options of one item, where the task has some that each item has by itself."""
+        each = getattr(self.task, "each", ())
+        return {name: v[index] if name in each else v for name, v in options.items()}
+
     def _batches(
         self, inputs: Sequence[Any], reading: dict[str, Any]
     ) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Prepared samples with their positions, near sizes together, a window at a time."""
-        window = WINDOW * self.batch_size
+        window = WINDOW * self.batch_size if self.batch_size > 1 else 1
         for start in range(0, len(inputs), window):
             samples = [
-                (index, _read(self.task, inputs, index, reading))
+                (index, _read(self.task, inputs, index, self._own(reading, index)))
                 for index in range(start, min(start + window, len(inputs)))
             ]
             samples.sort(key=lambda item: _size(item[1]))
@@ -135,8 +146,8 @@ def pipeline(
     Args:
         target: A name means its trained weights, with or without a tag; random ones are never run
             unless ``pretrained=False`` asks for them.
-        batch_size: Items that the model sees at a time; by default `BATCH_SIZE`, of texts as many
-            as have `budget` tokens.
+        batch_size: Items that the model sees at a time; by default the task's own or `BATCH_SIZE`,
+            of texts as many as have `budget` tokens.
         **options: Passed to `zoo.load`.
     """
     if isinstance(target, str | Path):
@@ -201,6 +212,19 @@ def _read(
 
 def _size(sample: dict[str, Tensor]) -> int:
     return max(tensor.numel() for tensor in sample.values())
+
+
+def _one_each(name: str, values: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The values of an option that every item has by itself.
+
+    Raises:
+        ConfigError: They are not as many as the items.
+    """
+    if not isinstance(values, list) or len(values) != len(inputs):
+        raise ConfigError(
+            f"{name} is {shown(values)}; a list of {len(inputs)} inputs takes a list of as many"
+        )
+    return values
 
 
 def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:

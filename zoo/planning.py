@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo import choices, registry
-from zoo.config import build
+from zoo.cards import Card, Weights
+from zoo.config import build, field_types, plain
 from zoo.data.order import seed_of
 from zoo.data.rows import Rows
 from zoo.errors import ConfigError, shown
@@ -28,6 +29,7 @@ from zoo.training.run import make_batches, prepare_model
 from zoo.training.tracking import shown_time
 
 PLAN = "plan.json"
+PLANNED = "trained"  # tag of weights that begin here
 COSTS = ("parameters", "trained", "steps_per_epoch", "bytes", "free", "step_s", "read_s", "device")
 EVALUATIONS = 2  # of the written weights: their metrics, and every answer for the report
 SHOWN = 12  # classes, or findings, that a plan lists
@@ -52,6 +54,7 @@ class Plan:
         step_s: Measured seconds of computing one step.
         read_s: Measured seconds in which one process reads its data.
         device: Where it was measured.
+        preprocessing: Planned for the data; empty where weights bring their own.
     """
 
     request: Request
@@ -67,6 +70,7 @@ class Plan:
     step_s: float
     read_s: float
     device: str
+    preprocessing: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it; `restored` gives it back."""
@@ -75,6 +79,7 @@ class Plan:
             "left_out": self.left_out,
             "findings": list(self.findings),
             "recipe": to_plain(self.recipe),
+            "preprocessing": plain(self.preprocessing),
             **{name: getattr(self, name) for name in COSTS},
         }
 
@@ -82,6 +87,11 @@ class Plan:
     def classes(self) -> tuple[str, ...] | None:
         """Names in the order of their ids; None where the targets are numbers."""
         return self.rows["train"].classes
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Names that answers take; of data without classes, those of its parts."""
+        return self.rows["train"].labels
 
     @property
     def steps(self) -> int:
@@ -153,13 +163,17 @@ def make_plan(request: Request, *, device: torch.device) -> Plan:
     card, _ = registry.resolve(request.model, starting_point(request))
     task_name, reader = reader_of(card, request)
     rows, findings, left_out = look(request, reader, card.labels)
-    model = load_model(request, task_name, rows["train"].classes)
+    planned = planned_for(request, card, reader, rows["train"], device)
+    config = model_config(request, rows["train"].labels, planned["config"])
+    labels, parts = rows["train"].labels, rows["train"].classes is None
+    model = load_model(request, task_name, config, planned["preprocessing"], labels, parts)
     task = registry.make_task(model)
     kind: type[Recipe] = getattr(task, "recipe", Recipe)
     given = checked(kind, request.fields)
+    own = {**getattr(task, "finetuning", {}), **planned["recipe"]}
     items = len(rows["train"])
     head_only = given.get("freeze") == -1 and given.get("freeze_epochs") is None
-    batch_size = given.get("batch_size", choices.batch_size_for(items))
+    batch_size = {"batch_size": choices.batch_size_for(items), **own, **given}["batch_size"]
     epochs = given.get("epochs", choices.epochs_for(items, batch_size))
     places = places_of(request, task)
     chosen: dict[str, Any] = {
@@ -174,9 +188,9 @@ def make_plan(request: Request, *, device: torch.device) -> Plan:
         "schedule": Cosine(warmup=0.1),
         "buckets": hasattr(task, "length"),
         "precision": choices.precision_for(device),
-        **getattr(task, "finetuning", {}),
+        **own,
         **given,
-        "config": model_config(request, rows["train"].classes),
+        "config": config,
     }
     if "optimizer" not in given:
         lr = request.lr or choices.lr_for(model, trained=request.pretrained, head_only=head_only)
@@ -189,8 +203,30 @@ def make_plan(request: Request, *, device: torch.device) -> Plan:
     if "workers" not in given:
         recipe = replace(recipe, workers=choices.workers_for(costs["read_s"], costs["step_s"]))
     return Plan(
-        request=request, rows=rows, left_out=left_out, findings=findings, recipe=recipe, **costs
+        request=request,
+        rows=rows,
+        left_out=left_out,
+        findings=(*findings, *planned["lines"]),
+        recipe=recipe,
+        preprocessing=planned["preprocessing"],
+        **costs,
     )
+
+
+def planned_for(
+    request: Request, card: Card, reader: Any, rows: Rows, device: torch.device
+) -> dict[str, Any]:
+    """What a task plans for a network that begins at random; nothing where it plans nothing.
+
+    Returns:
+        ``config`` of the model, its ``preprocessing``, fields of the ``recipe``, and ``lines``.
+    """
+    if request.pretrained or not hasattr(reader, "plan"):
+        return {"config": {}, "preprocessing": {}, "recipe": {}, "lines": ()}
+    known = field_types(registry.config_class(registry.symbol(card.model, card), card))
+    budget = int(choices.MEMORY_SHARE * choices.free_bytes(device))
+    made: dict[str, Any] = reader.plan(rows, budget, set(known))
+    return made
 
 
 def cost(
@@ -257,24 +293,51 @@ def cost(
     }
 
 
-def model_config(request: Request, classes: tuple[str, ...] | None) -> dict[str, Any]:
-    """Fields of the model's configuration: those asked for, and the number of classes."""
-    config: dict[str, Any] = dict(request.fields.get("config", {}))
-    return config if classes is None else {**config, "num_classes": len(classes)}
+def model_config(
+    request: Request,
+    labels: tuple[str, ...] | None,
+    planned: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Fields of the model's configuration: planned, asked for, and the number of classes."""
+    config: dict[str, Any] = {**(planned or {}), **request.fields.get("config", {})}
+    return config if labels is None else {**config, "num_classes": len(labels)}
 
 
-def load_model(request: Request, task: str, classes: tuple[str, ...] | None) -> nn.Module:
-    """The model to be trained, with its labels; what is fresh is a function of the seed."""
+def load_model(
+    request: Request,
+    task: str,
+    config: Mapping[str, Any],
+    preprocessing: Mapping[str, Any],
+    labels: tuple[str, ...] | None,
+    parts: bool,
+) -> nn.Module:
+    """The model to be trained; what is fresh in it is a function of the recipe's seed.
+
+    Args:
+        request: Names it.
+        task: Name of its task; empty is its own.
+        config: Fields of its configuration.
+        preprocessing: That was planned, which its card then has; empty keeps the card's.
+        labels: Names of the classes, or of the parts of an item, by which they are measured.
+        parts: They are of parts; a card without weights is then told them too.
+    """
     torch.manual_seed(seed_of(int(request.fields.get("seed", 0))))
     place = registry.located(request.model)
-    config = model_config(request, classes)
-    model: Any = registry.load(
-        place, pretrained=starting_point(request), task=task or None, **config
-    )
-    if classes is not None:
-        model.card = model.card.labelled(classes)
-    loaded: nn.Module = model
-    return loaded
+    model = registry.load(place, pretrained=starting_point(request), task=task or None, **config)
+    card = registry.card_of(model)
+    if not parts and not card.tag:
+        labels = None
+    tag = card.tag or PLANNED
+    weights = card.weights[tag] if card.tag else Weights(licence="not stated")
+    if preprocessing:
+        weights = replace(weights, preprocessing=dict(preprocessing))
+    if labels:
+        weights = replace(weights, labels=tag)
+    if preprocessing or labels:
+        held = {**card.held, tag: labels} if labels else card.held
+        card = replace(card, tag=tag, weights={tag: weights}, held=held)
+        setattr(model, "card", card)  # noqa: B010 (a Module takes only tensors)
+    return model
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
@@ -295,7 +358,7 @@ def read_plan(request: Request, folder: Path) -> dict[str, Any]:
     try:
         held: dict[str, Any] = json.loads(path.read_text("utf-8"))
         before = _flat(held["request"])
-        if missing := {"left_out", "findings", "recipe", *COSTS} - held.keys():
+        if missing := {"left_out", "findings", "recipe", "preprocessing", *COSTS} - held.keys():
             raise KeyError(*missing)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -332,6 +395,7 @@ def restored(held: dict[str, Any], request: Request) -> Plan:
         left_out=left_out,
         findings=tuple(held["findings"]),
         recipe=from_plain(kind, held["recipe"], where=PLAN),
+        preprocessing=held["preprocessing"],
         **{name: held[name] for name in COSTS},
     )
 

@@ -7,18 +7,27 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 
 from vision.volumes import (
     Turn,
     Volume,
+    VolumePreprocessing,
     check_same_grid,
+    largest_components,
     millilitres,
+    read_channels,
+    read_grid,
     read_volume,
+    resampled,
+    resampled_mask,
+    size_at,
     turned,
     upright,
+    with_sides_swapped,
     write_mask,
 )
-from zoo.errors import DataError
+from zoo.errors import ConfigError, DataError
 
 GRID = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
 TURNS = [
@@ -174,3 +183,142 @@ def test_millilitres_by_hand() -> None:
     # Voxels of 1 * 2 * 3 mm; of 24 values a third is 1 and a third is 2.
     found = millilitres(GRID % 3, Volume(GRID, affine(angles=(0.3, 0.2, 0.1))), ["", "a", "b"])
     assert found == pytest.approx({"a": 0.048, "b": 0.048})
+
+
+def test_channels_lie_along_a_fourth_axis(tmp_path: Path) -> None:
+    data = np.stack([GRID, GRID + 100], axis=3)
+    path = saved(tmp_path / "two.nii.gz", data)
+    one, two = read_channels(path, 2)
+    assert np.array_equal(one.data, GRID)
+    assert np.array_equal(two.data, GRID + 100)
+    with pytest.raises(DataError, match="it takes three axes"):
+        read_volume(path)
+    with pytest.raises(DataError, match="the model takes 3 channels"):
+        read_channels(path, 3)
+
+
+def test_a_grid_is_read_without_voxels(tmp_path: Path) -> None:
+    matrix = Turn((2, 0, 1), (True, False, True)).affine(affine(), (2, 3, 4))
+    path = saved(tmp_path / "scan.nii.gz", np.zeros((4, 2, 3), np.int16), matrix)
+    assert read_grid(path) == ((4, 3, 2), pytest.approx((3, 2, 1)))
+    (tmp_path / "x.nii").write_text("x")
+    with pytest.raises(DataError, match="is no readable NIfTI file"):
+        read_grid(tmp_path / "x.nii")
+
+
+def test_other_voxels_keep_the_extent() -> None:
+    assert size_at((10, 20, 30), (2.0, 1.0, 1.0), (1.0, 1.0, 2.0)) == (20, 20, 15)
+    assert size_at((1, 1, 5), (0.1, 1.0, 1.0), (1.0, 1.0, 1.0)) == (1, 1, 5)
+    assert size_at((10, 20, 30), (2.0, 1.0, 1.0), None) == (10, 20, 30)
+    ramp = torch.arange(8.0).reshape(1, 8, 1, 1).expand(1, 8, 2, 2)
+    finer = resampled(ramp, (16, 2, 2))[0, :, 0, 0]
+    # Halves of a voxel lie a quarter of its length from its middle; the ends stay.
+    assert finer.tolist() == [0.0, *[k + s for k in range(7) for s in (0.25, 0.75)], 7.0]
+
+
+def test_a_mask_on_other_voxels_goes_to_the_heaviest_label() -> None:
+    mask = torch.tensor([0, 0, 3, 3, 7, 7]).reshape(6, 1, 1)
+    assert resampled_mask(mask, (12, 1, 1)).flatten().tolist() == [0] * 4 + [3] * 4 + [7] * 4
+    assert resampled_mask(mask, (3, 1, 1)).flatten().tolist() == [0, 3, 7]
+    assert resampled_mask(mask, (6, 1, 1)) is mask
+    noisy = torch.randint(0, 9, (7, 8, 9), generator=torch.Generator().manual_seed(0))
+    assert set(resampled_mask(noisy, (9, 9, 9)).unique().tolist()) <= set(range(9))
+
+
+def test_sides_are_swapped_in_pairs() -> None:
+    mask = np.array([0, 1, 2, 3, 4])
+    assert with_sides_swapped(mask, ((1, 2), (4, 3))).tolist() == [0, 2, 1, 4, 3]
+    assert with_sides_swapped(torch.from_numpy(mask), ((1, 2),)).tolist() == [0, 2, 1, 3, 4]
+    assert mask.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_of_each_label_the_largest_part_stays() -> None:
+    mask = np.zeros((5, 9, 9), np.uint8)
+    mask[1:3, 1:3, 1:3] = 1  # 8 voxels, and one at their corner
+    mask[3, 3, 3] = 1
+    mask[0, 8, 8] = 1  # apart
+    mask[4, 0:3, 8] = 4
+    mask[4, 8, 0] = 4
+    found = largest_components(mask)
+    assert np.count_nonzero(found == 1) == 9
+    assert np.count_nonzero(found == 4) == 3
+    assert found.dtype == mask.dtype
+    assert not largest_components(np.zeros((2, 2, 2), np.int64)).any()
+
+
+def test_left_and_right_are_mirrored_only_where_labels_say_so() -> None:
+    assert VolumePreprocessing(mirror=(0, 1, 2)).mirrored == (0, 1)
+    assert VolumePreprocessing(mirror=(0, 1, 2), pairs=()).mirrored == (0, 1, 2)
+    assert VolumePreprocessing(pairs=((1, 2),)).mirrored == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"spacing": (1.0, 0.0, 1.0)}, "spacing is (1.0, 0.0, 1.0)"),
+        ({"window": (0, 1, 1)}, "window is (0, 1, 1)"),
+        ({"clip": (1.0, 1.0)}, "clip is (1.0, 1.0)"),
+        ({"mean": 1.0}, "mean is 1.0"),
+        ({"mean": 1.0, "std": 0.0}, "std is 0.0"),
+        ({"mirror": (3,)}, "mirror is (3,)"),
+        ({"pairs": ((1, 2), (2, 3))}, "each label once"),
+    ],
+)
+def test_preprocessing_out_of_range_is_refused(fields: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        VolumePreprocessing(**fields)
+    assert text in caught.value.line
+
+
+def there_and_back(folder: Path, matrices: list[np.ndarray], turns: list[Turn]) -> int:
+    """Scans in every orientation: a mask made of the upright volume returns voxel for voxel."""
+    count = 0
+    for matrix in matrices:
+        for turn in turns:
+            scan = turned(Volume(GRID, matrix), turn)
+            path = saved(folder / "scan.nii", np.ascontiguousarray(scan.data), scan.affine)
+            read = read_volume(path)
+            stood = upright(read.affine)
+            standing = turned(read, stood)
+            # World coordinates agree, to what float32 in the header holds.
+            for value in (0, 7, 23):
+                at = [
+                    tuple(int(i) for i in np.argwhere(v.data == value)[0]) for v in (scan, standing)
+                ]
+                here, there = (
+                    (v.affine @ [*index, 1])[:3]
+                    for v, index in zip((scan, standing), at, strict=True)
+                )
+                assert np.abs(here - there).max() < 1e-4
+            mask = (
+                standing.data.astype(np.int64) % 5
+            )  # of the upright volume, as a network gives it
+            write_mask(np.ascontiguousarray(stood.back(mask)), read, folder / "mask.nii")
+            before, after = (nibabel.load(folder / n) for n in ("scan.nii", "mask.nii"))
+            assert np.array_equal(np.asarray(after.dataobj), scan.data % 5)
+            assert np.array_equal(before.affine, after.affine)
+            changed = {
+                k for k in before.header if before.header[k].tobytes() != after.header[k].tobytes()
+            }
+            assert changed <= {"datatype", "bitpix", "descrip", "scl_slope", "scl_inter"}
+            count += 1
+    return count
+
+
+def oblique(count: int) -> list[np.ndarray]:
+    """Affines turned at random, each with three spacings."""
+    draw = np.random.default_rng(0)
+    angles = draw.uniform(-np.pi, np.pi, (count, 3))
+    spacings = [(1.0, 1.0, 1.0), (0.7, 0.7, 5.0), (1.1, 2.3, 0.4)]
+    return [affine(spacing, tuple(angle)) for angle in angles for spacing in spacings]
+
+
+def test_masks_return_from_some_orientations(tmp_path: Path) -> None:
+    assert there_and_back(tmp_path, oblique(2), TURNS[::7]) == 6 * 7
+
+
+@pytest.mark.prove
+def test_masks_return_from_48_orientations_of_20_oblique_scans_of_3_spacings(
+    tmp_path: Path,
+) -> None:
+    assert there_and_back(tmp_path, oblique(20), TURNS) == 48 * 20 * 3

@@ -52,6 +52,11 @@ class Cached(Rows):
             self._keep(index, item.numpy())
         return item
 
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Those of the rows behind."""
+        return self.rows.labels
+
     def where(self, index: int) -> str:
         """Where it is in the rows behind."""
         return self.rows.where(index)

@@ -58,6 +58,11 @@ class Rows(ABC):
         """What an error calls an item: its path, or its row."""
         return f"{self.name}, row {index}"
 
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Names that answers take: the classes of the items, or of what an item consists of."""
+        return self.classes
+
     def describe(self, index: int) -> str:
         """An item for people: a text itself, two with a bar between them; else where it is."""
         raw = self.raw(index)
@@ -158,6 +163,11 @@ class Subset(Rows):
         self.rows, self.indices = rows, indices
         self.name, self.classes = name or rows.name, rows.classes
         self.targets = rows.targets[indices]
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Those of the whole set, without classes that are left out here."""
+        return self.rows.labels if self.classes is None else self.classes
 
     def raw(self, index: int) -> Any:
         """As the whole set gives it."""
@@ -345,6 +355,8 @@ class Report:
 def check(rows: Rows, task: Any) -> tuple[Report, Rows]:
     """Read every item once; gives what was found, and the rows without the unreadable ones.
 
+    A task whose targets can be unreadable too looks at both in `check`.
+
     Raises:
         DataError: No item is readable.
     """
@@ -376,6 +388,9 @@ def check(rows: Rows, task: Any) -> tuple[Report, Rows]:
 def _published(dataset: Any, part: str, classes: Sequence[str] | None) -> Rows:
     """A split of a published set, by its own class names unless others are given."""
     name = f"{dataset.name}/{part}"
+    if hasattr(dataset, "rows"):  # a set whose splits are not files
+        opened: Rows = dataset.rows(part)
+        return opened
     if not dataset.columns or (path := dataset.path(part)).suffix != ".parquet":
         return ListRows(name, dataset.examples(part), tuple(classes) if classes else None)
     from pyarrow import ArrowInvalid
@@ -395,7 +410,13 @@ def _published(dataset: Any, part: str, classes: Sequence[str] | None) -> Rows:
 
 
 def _folder(root: Path, task: Any, classes: Sequence[str] | None) -> Rows:
-    """One folder a class; within it, files of the task's suffixes at any depth."""
+    """One folder a class; within it, files of the task's suffixes at any depth.
+
+    A task whose items lie in folders of another layout opens them itself, in `open_folder`.
+    """
+    if hasattr(task, "open_folder"):
+        opened: Rows = task.open_folder(root)
+        return opened
     suffixes: tuple[str, ...] = getattr(task, "suffixes", ())
     if not suffixes:
         raise DataError(

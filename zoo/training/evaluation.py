@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from zoo.data.rows import Rows
     from zoo.training.distributed import Stop
 
-BATCH_SIZE = 32  # items that the model answers at a time
-
 
 class Evaluation:
     """Metrics of a model on some rows: every rank answers its share, each item counts once.
@@ -37,7 +35,7 @@ class Evaluation:
     """
 
     def __init__(self, model: nn.Module, rows: Rows, recipe: Recipe, stop: Stop) -> None:
-        self.pipe = Pipeline(model, batch_size=BATCH_SIZE)
+        self.pipe = Pipeline(model)
         self.rows, self.recipe, self.stop = rows, recipe, stop
         self.common = recipe.strategy != "ddp" and distributed.world_size() > 1
 

@@ -166,9 +166,9 @@ def write_weights(
     elif old and (source := old.origin.get("derived_from")):
         origin["derived_from"] = source
     names = labels or card.labels
-    classes = run.batches.rows.classes
-    if names is None and classes and len(classes) == getattr(model.config, "num_classes", None):
-        names = classes
+    own = run.batches.rows.labels
+    if names is None and own and len(own) == getattr(model.config, "num_classes", None):
+        names = own
     auxiliary = {f.name: find_file(card, f.name) for f in old.auxiliary} if old else {}
     setattr(model, "card", replace(card, name=base))  # noqa: B010 (a Module takes only tensors)
     folder = write_folder(
@@ -214,12 +214,13 @@ def measured(
     known = dataset is not None and split in dataset.files
     if not known:
         place = own
+    tolerances: Mapping[str, float] = getattr(task, "tolerances", {})
     for key, value in metrics.items():
         yield Metric(
             name=f"{place}/{key}",
             value=round(value, 6),
             n=n,
-            tolerance=TOLERANCE if known else 0.0,
+            tolerance=tolerances.get(key, TOLERANCE) if known else 0.0,
             data_sha256=dataset.sha256(split) if known else None,
             command=f"python scripts/evaluate.py {made}" if known else None,
             source=None if known else "measured by the run that made these weights",

@@ -226,10 +226,10 @@ def open_data(
         rows, held_out = split(rows, share, recipe.seed)
     elif held_out is None and recipe.validation:
         held_out = open_rows(recipe.validation, task, classes=rows.classes)
-    if rows.classes and classes is not None and len(rows.classes) > classes:
+    if rows.labels and classes is not None and len(rows.labels) > classes:
         raise ConfigError(
-            f"{rows.name} has {len(rows.classes)} classes and {card.name} {classes}; "
-            f"set config num_classes to {len(rows.classes)}"
+            f"{rows.name} has {len(rows.labels)} classes and {card.name} {classes}; "
+            f"set config num_classes to {len(rows.labels)}"
         )
     return rows, held_out
 

@@ -160,7 +160,9 @@ class Run:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Sum of the losses of a microbatch, under autocast."""
         smoothing = self.recipe.label_smoothing
-        options = {"label_smoothing": smoothing} if smoothing else {}
+        options: dict[str, Any] = {"label_smoothing": smoothing} if smoothing else {}
+        if hasattr(self.recipe, "loss"):  # of a domain whose tasks have several
+            options["loss"] = self.recipe.loss
         with self.precision.autocast():
             loss: Tensor = self.task.loss(model, batch, **options)[0]
         return loss
