@@ -35,7 +35,8 @@ class Pipeline:
         self.task = registry.make_task(model)
         # Items of like length share a batch; a task may say how much a batch holds instead.
         self.budget: int | None = None if batch_size else getattr(self.task, "budget", None)
-        self.batch_size = batch_size or getattr(self.task, "batch_size", BATCH_SIZE)
+        own: int = getattr(self.task, "batch_size", BATCH_SIZE)
+        self.batch_size = batch_size or own
         # A task whose answer takes more than one call of the model says how, in `run`.
         self._run = getattr(self.task, "run", _forward)
         self._decodes_samples = "samples" in inspect.signature(self.task.decode).parameters

@@ -166,9 +166,9 @@ def write_weights(
     elif old and (source := old.origin.get("derived_from")):
         origin["derived_from"] = source
     names = labels or card.labels
-    own = run.batches.rows.labels
-    if names is None and own and len(own) == getattr(model.config, "num_classes", None):
-        names = own
+    known = run.batches.rows.labels
+    if names is None and known and len(known) == getattr(model.config, "num_classes", None):
+        names = known
     auxiliary = {f.name: find_file(card, f.name) for f in old.auxiliary} if old else {}
     setattr(model, "card", replace(card, name=base))  # noqa: B010 (a Module takes only tensors)
     folder = write_folder(
