@@ -39,6 +39,6 @@ def test_a_run_ended_at_random_instants_equals_the_unbroken_one(tmp_path, kind, 
     seen = json.loads(done.stdout.splitlines()[-1])
     print(kind, signal, seen)
     assert seen["ended at work"] >= count
-    assert seen["ended in validation"] >= count // 3
-    assert seen["ended in saving"] >= count // 3
+    assert seen.get("ended in validation", 0) >= count // 3
+    assert seen.get("ended in saving", 0) >= count // 3
     assert seen["runs compared"] >= 1
