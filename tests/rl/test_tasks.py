@@ -144,13 +144,13 @@ def test_training_by_a_name_leaves_a_folder_for_pipelines(
 
 
 def test_statistics_and_temperatures_are_saved_with_the_policy(tmp_path: Path) -> None:
-    model = fresh("ppo-pendulum")
-    model.normalizer.update(torch.randn(50, 3) * 4 + 1)
+    model = fresh("ppo-mountaincarcontinuous")
+    model.normalizer.update(torch.randn(50, 2) * 4 + 1)
     model.scaler.update(torch.randn(50, 1) * 4)
     zoo.save(model, tmp_path / "a")
     loaded = zoo.load(tmp_path / "a")
     assert float(loaded.normalizer.count) == 50
-    obs = torch.randn(9, 3)
+    obs = torch.randn(9, 2)
     assert torch.equal(loaded(obs)[0], model(obs)[0])
     branched = zoo.load("ppo-cartpole", pretrained=False, branches=((), (8,)))
     branched.actor.set_temperature(0.25)
