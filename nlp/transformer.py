@@ -696,7 +696,7 @@ RECIPES = {
     "sst2": Recipe(
         data="sst2/train",
         validation="sst2/validation",
-        epochs=5,
+        epochs=3,
         batch_size=64,
         optimizer=AdamW(lr=1e-3, weight_decay=0.05),
         schedule=Linear(warmup=0.1),

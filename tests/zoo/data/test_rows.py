@@ -301,3 +301,42 @@ def test_nothing_readable_is_an_error(tmp_path):
     with pytest.raises(DataError, match="none of the 1 items") as error:
         check(open_rows(tmp_path, IMAGES), IMAGES)
     assert "is damaged" in error.value.details[0]
+
+
+# Answers that are texts
+
+
+Answering = SimpleNamespace(name="text-to-text", target="text", datasets={})
+
+
+@pytest.mark.parametrize(
+    ("header", "options"),
+    [
+        ("source,target", {}),
+        ("input,output", {}),
+        ("Question,Answer", {}),
+        ("english,deutsch", {}),
+        ("a,b,c", {"text_column": "a", "label_column": "b"}),
+    ],
+)
+def test_a_table_of_texts_and_answers(tmp_path, header, options):
+    path = tmp_path / "pairs.csv"
+    rest = ",x" if header.count(",") == 2 else ""
+    path.write_text(f"{header}\none,eins{rest}\n12,zwölf{rest}\n")
+    rows = open_rows(path, Answering, **options)
+    assert [rows[i] for i in range(2)] == [("one", "eins"), ("12", "zwölf")]
+    assert rows.classes is None
+
+
+def test_answers_that_are_missing_or_no_texts_are_named(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("source,target\none,eins\ntwo,\n")
+    with pytest.raises(DataError, match="1 rows have no label, the first is row 1"):
+        open_rows(path, Answering)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"source": "one", "target": 1}\n')
+    with pytest.raises(DataError, match="row 0 has 1; the task learns a text"):
+        open_rows(path, Answering)
+    path.write_text('{"a": "one", "b": "eins", "c": "x"}\n')
+    with pytest.raises(DataError, match="--text-column"):
+        open_rows(path, Answering)
