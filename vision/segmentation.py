@@ -38,7 +38,7 @@ from vision.memory import forward_bytes
 from vision.metrics import dice, hausdorff
 from vision.mirroring import mirror_averaged, with_uncertainty
 from vision.montage import write_montage
-from vision.sliding import peak_bytes, slabs, starts
+from vision.sliding import most_probable, peak_bytes, slabs, starts
 from vision.volume_augment import LossName, VolumeRecipe, augmented
 from vision.volume_plan import VolumePlan, make_plan
 from vision.volumenet import Axes
@@ -403,7 +403,7 @@ class VolumeSegmentation:
                 kind = torch.uint8 if classes <= 256 else torch.int32
                 mask = volume.new_empty((len(volume), *volume.shape[2:]), dtype=kind)
                 unsure = torch.empty_like(mask, dtype=torch.float32) if uncertainty else None
-            mask[:, begin:end] = slab[:, :classes].argmax(1)
+            mask[:, begin:end] = most_probable(slab[:, :classes])
             if unsure is not None:
                 unsure[:, begin:end] = slab[:, classes]
         assert mask is not None  # a volume has at least one slab

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from jaxtyping import Float32, Shaped, UInt8
+from jaxtyping import Float32, Integer, Shaped, UInt8
 from torch import Tensor
 
 from vision.volumenet import Axes
@@ -154,7 +154,23 @@ def sliding_window_mask(
                 f"there are {slab.shape[1]} classes and a mask of bytes holds 256; take "
                 "sliding_window(...).argmax(1)"
             )
-        mask[:, begin : begin + slab.shape[2]] = slab.argmax(1)
+        mask[:, begin : begin + slab.shape[2]] = most_probable(slab)
+    return mask
+
+
+def most_probable(
+    answers: Float32[Tensor, "batch classes depth height width"],
+) -> Integer[Tensor, "batch depth height width"]:
+    """``answers.argmax(1)`` of finite answers, class by class.
+
+    Which takes a third of the time, as each class lies in one piece of memory.
+    """
+    best = answers[:, 0].clone()
+    kind = torch.uint8 if answers.shape[1] <= 256 else torch.int32
+    mask = torch.zeros_like(best, dtype=kind)
+    for label in range(1, answers.shape[1]):
+        mask.masked_fill_(answers[:, label] > best, label)
+        torch.maximum(best, answers[:, label], out=best)
     return mask
 
 
@@ -163,7 +179,8 @@ def peak_bytes(
 ) -> int:
     """Bytes that `sliding_window_mask` holds at most beside the volume and inside `predict`.
 
-    These are the sums of one slab, the answers of one call, in float32, and the mask.
+    These are the sums of one slab, the answers of one call, in float32, and the mask; or, if it is
+    more, what deciding a slab takes in place of a call.
 
     Args:
         shape: Of the volume: batch, channels, depth, height, width.
@@ -172,9 +189,10 @@ def peak_bytes(
         batch_size: Windows that are predicted at once.
     """
     batch, channels, depth, height, width = shape
-    slab = classes * min(window[0], depth) * height * width
-    call = batch_size * (classes + channels) * math.prod(window)
-    return batch * (4 * (slab + call) + depth * height * width)
+    layers = min(window[0], depth) * height * width
+    call = 4 * batch_size * (classes + channels) * math.prod(window)
+    decision = (4 + 1 + 1) * layers  # highest answer, class, and where another is higher
+    return batch * (4 * classes * layers + max(call, decision) + depth * height * width)
 
 
 def slabs(

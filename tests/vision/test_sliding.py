@@ -11,6 +11,7 @@ from torch import Tensor
 from vision.sliding import (
     axis_windows,
     gaussian,
+    most_probable,
     peak_bytes,
     sliding_window,
     sliding_window_mask,
@@ -207,3 +208,13 @@ def test_a_mask_of_bytes_holds_256_classes() -> None:
         sliding_window_mask(
             lambda w: w.expand(-1, 257, -1, -1, -1), torch.zeros(1, 1, 2, 2, 2), (2, 2, 2)
         )
+
+
+@pytest.mark.parametrize("classes", [1, 2, 7, 300])
+def test_the_most_probable_class_is_argmax(classes: int) -> None:
+    # Few values, so that many are equal: the first class wins, as in argmax.
+    answers = torch.randint(
+        0, 4, (2, classes, 3, 4, 5), generator=torch.Generator().manual_seed(0)
+    ).float()
+    assert torch.equal(most_probable(answers).long(), answers.argmax(1))
+    assert not most_probable(answers[:, :1]).any()

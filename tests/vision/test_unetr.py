@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import zoo
 from vision.unetr import UNETR, UNETRConfig
+from zoo import tensorfile
 from zoo.errors import ConfigError, DataError
 from zoo.groups import layer_groups
 
@@ -70,6 +73,15 @@ def test_keys_and_shapes_are_those_of_monai() -> None:
     assert shapes["out.conv.conv.bias"] == (14,)
     # 92.58 million in the paper, table 4, rounded, with 4 channels and other norms.
     assert sum(p.numel() for p in model.parameters()) == 92_784_046
+
+
+def test_norms_that_nothing_goes_through_are_left_out(tmp_path: Path) -> None:
+    model = zoo.load("unetr", **SMALL)
+    state = dict(model.state_dict())
+    state["vit.blocks.0.norm_cross_attn.weight"] = torch.ones(8)
+    tensorfile.write(tmp_path / "monai.safetensors", state, {})
+    loaded = zoo.load("unetr", pretrained=tmp_path / "monai.safetensors", **SMALL)
+    assert all(torch.equal(t, state[name]) for name, t in loaded.state_dict().items())
 
 
 def test_attention_by_hand() -> None:
