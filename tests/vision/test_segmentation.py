@@ -382,6 +382,10 @@ def test_losses_are_named_and_summed() -> None:
     torch.testing.assert_close(found, tversky_loss(logits, target) + entropy)
     with pytest.raises(ConfigError, match="takes no label_smoothing"):
         loss_named("dice_focal", 0.1)
+
+
+@pytest.mark.untyped
+def test_a_loss_of_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss is 'dice'"):
         loss_named("dice")
 
