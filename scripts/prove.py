@@ -18,14 +18,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proofs.md"
 TESTS = "-m pytest -q --no-header -rP -m prove"
-TRAINING = (
-    "tests/zoo/training tests/zoo/data tests/zoo/test_finetuning.py tests/prove/test_resumes.py"
-)
+NETWORKS = "tests/vision tests/nlp tests/rl tests/prove/test_mutants.py"
+TRAINING = "tests/zoo/training tests/zoo/data tests/zoo/test_finetuning.py"
+TRAINING += " tests/prove/test_resumes.py tests/prove/test_hosts.py"
+REST = f"tests/zoo tests/prove {TRAINING} tests/prove/test_mutants.py"
 PROOFS = {
     "Speed and memory": "scripts/benchmark.py",
     "Accuracy": "-m zoo smoke",
-    "Networks": f"{TESTS} tests/vision tests/nlp tests/rl",
-    "Weights": f"{TESTS} tests/zoo tests/prove --ignore={TRAINING.replace(' ', ' --ignore=')}",
+    "Networks": f"{TESTS} {NETWORKS}",
+    "Weights": f"{TESTS} " + re.sub(r"(tests/\w+/)", r"--ignore=\1", REST),
     "Training": f"{TESTS} {TRAINING}",
 }
 # Of pytest: progress, rulers, and headings that only say which test printed what follows.
