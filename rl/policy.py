@@ -141,6 +141,14 @@ class Policy(nn.Module):
         if self.log_std is not None:
             nn.init.constant_(self.log_std, self.config.log_std)  # continuous detail 2
 
+    def depth_order(self) -> list[list[str]]:
+        """Key prefixes from the observation to the action; actor and critic share the memory only.
+
+        The last group is empty: there is no head that is exchanged while the rest stays.
+        """
+        memory = [["memory"]] if self.memory is not None else []
+        return [*memory, ["actor", "critic", "log_std"], []]
+
     def first(self, n: int) -> Tensor:
         """State of the memory before anything was seen: (n, state); without memory (n, 0)."""
         return torch.zeros(n, 0) if self.memory is None else self.memory.first(n)

@@ -668,13 +668,16 @@ from zoo.errors import WeightsError
 from zoo import tensorfile
 def peak():  # KiB; not getrusage, which remembers the process that forked this one
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-before, start = peak(), time.process_time()
-with open(sys.argv[1], "rb") as file:
-    try:
-        sound = bool(tensorfile.read_header(file, "x"))
-    except WeightsError:
-        sound = False
-print(sound, time.process_time() - start, (peak() - before) / 1024)
+before, seconds = peak(), []
+for _ in range(3):  # the best of them: others may want this processor too
+    start = time.process_time()
+    with open(sys.argv[1], "rb") as file:
+        try:
+            sound = bool(tensorfile.read_header(file, "x"))
+        except WeightsError:
+            sound = False
+    seconds.append(time.process_time() - start)
+print(sound, min(seconds), (peak() - before) / 1024)
 """
     is_sound, seconds, mebibytes = fresh_python(code, str(tmp_path / NAME)).split()
     assert is_sound == str(sound)
