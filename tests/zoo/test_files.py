@@ -342,6 +342,7 @@ def test_a_record_that_cannot_be_written_is_no_error(
         assert not [path for path in left if path.name.startswith(".tmp")]
 
 
+@pytest.mark.prove
 def test_a_record_is_checked_in_under_a_millisecond(weights: Path) -> None:
     sha256, stat = remember(weights), weights.stat()
     times = []

@@ -11,6 +11,7 @@ and torchrun ends what is left.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import signal
@@ -27,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +39,7 @@ from zoo.errors import ConfigError, shown
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
+_starts = itertools.count()
 TIMEOUT_S = 600.0  # of an exchange; the slowest validation of one rank fits into it
 
 
@@ -65,8 +69,14 @@ def start(device: torch.device | str, *, timeout_s: float = TIMEOUT_S) -> Iterat
             )
         place = torch.device("cuda", local)
         torch.cuda.set_device(place)
+    # In torchrun's store are still the addresses of an earlier group of these processes, which
+    # whoever comes first would try: each start has names of its own there.
+    store, number, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+        store=PrefixStore(f"start-{next(_starts)}", store),
+        rank=number,
+        world_size=world,
         timeout=timedelta(seconds=timeout_s),
         device_id=place if place.type == "cuda" else None,
     )

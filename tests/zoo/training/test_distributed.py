@@ -119,6 +119,11 @@ def test_a_signal_ends_all_with_one_checkpoint(tmp_path: Path) -> None:
     assert reached == [str(found.step)] * 2
 
 
+def test_groups_follow_each_other_in_the_same_processes(tmp_path: Path) -> None:
+    output = torchrun("restart", tmp_path).communicate(timeout=120)[0]
+    assert all((tmp_path / f"restarted-{rank}").exists() for rank in (0, 1)), output
+
+
 def test_one_process_needs_no_group() -> None:
     with distributed.start("cpu") as device:
         assert device == torch.device("cpu")
