@@ -52,7 +52,7 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
     """Measure the numbers on a card, or those of one data set.
 
     Args:
-        name: A model; without a tag, its default weights.
+        name: A model, without a tag its default weights; or a folder that `zoo.save` wrote.
         data: ``"imagenet-sample/validation"``: every metric of the task on this set and split. By
             default each set that the card names with a command.
 
@@ -66,7 +66,7 @@ def evaluate(name: str, *, data: str | None = None) -> Iterator[Measured]:
         raise ConfigError(
             f"{card.full_name} states no number that is measured here; name a set with --data"
         )
-    pipe = pipeline(card.full_name)
+    pipe = pipeline(name)
     for place in wanted:
         values, n, digest, tolerance = _measure(pipe, place)
         for metric, value in values.items():

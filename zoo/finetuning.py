@@ -226,7 +226,7 @@ def report(plan: Plan, folder: Path, metrics: dict[str, float]) -> Confusion | N
         own = f"{plan.rows['train'].name}/test"
         state_metrics(
             folder / "weights",
-            measured(pipe.task, plan.request.model, place, own, found, len(rows)),
+            measured(pipe.task, folder / "weights", place, own, found, len(rows)),
         )
     names = list(dict.fromkeys(key for r in read_records(folder / "metrics.jsonl") for key in r))
     scores = [n for n in names if n.startswith("validation/") and n != "validation/loss"]

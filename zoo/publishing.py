@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ def publish(folder: str | Path, name: str) -> Path:
     """Write the weights in a folder to ``weights/`` under a name, and what the card says of them.
 
     The card has a table ``[weights.TAG]`` already, with licence, labels, preprocessing and config
-    but without files, as it must have to be trained. The numbers that the run measured are written
-    too; ``zoo evaluate NAME --write`` measures them again on the half-precision file.
+    but without files, as it must have to be trained. They become the default where the card has
+    none. The numbers that the run measured are written too; ``zoo evaluate NAME --write`` measures
+    them again on the half-precision file.
 
     Args:
         folder: ``weights/`` of a run, or what `zoo.save` wrote.
@@ -58,7 +60,7 @@ def publish(folder: str | Path, name: str) -> Path:
         files.write_atomically(cards.CARDS / target, find_file(saved, file.name).read_bytes())
         written.append(cards.CARDS / target)
     path = cards.CARDS / f"{base}.toml"
-    _write_table(path, tag, written, made, golden=f"{base}.{tag}.golden.safetensors")
+    _write_table(path, tag, written, made, default=card.default_tag in (None, tag))
     write_golden(name)
     return path
 
@@ -106,12 +108,17 @@ def _agree(saved: Card, card: Card, stated: Weights, name: str) -> None:
             )
 
 
-def _write_table(path: Path, tag: str, written: list[Path], made: Weights, *, golden: str) -> None:
+def _write_table(
+    path: Path, tag: str, written: list[Path], made: Weights, *, default: bool
+) -> None:
     """Fill ``[weights.TAG]`` in, leaving every other line of the card as it is."""
     import tomlkit
 
     document: Any = tomlkit.parse(path.read_text("utf-8"))
     table = document["weights"][tag]
+    name = f"{path.stem}.{tag}"
+    if default:
+        table["default"] = True
     listed = tomlkit.array()
     for file in written:
         entry = tomlkit.inline_table()
@@ -121,12 +128,13 @@ def _write_table(path: Path, tag: str, written: list[Path], made: Weights, *, go
         listed.append(entry)
     origin = tomlkit.inline_table()
     origin.update(_origin(made.origin))
-    table["files"], table["origin"], table["golden"] = listed, origin, golden
+    table["files"], table["origin"], table["golden"] = listed, origin, f"{name}.golden.safetensors"
     table.pop("metrics", None)
     if made.metrics:
         table["metrics"] = tomlkit.aot()
         for metric in made.metrics:
-            table["metrics"].append(tomlkit.item(plain(metric)))
+            command = metric.command and f"python scripts/evaluate.py {name}"
+            table["metrics"].append(tomlkit.item(plain(replace(metric, command=command))))
     files.write_atomically(path, tomlkit.dumps(document).encode())
 
 

@@ -38,3 +38,14 @@ def test_symmetric_padding_would_be_the_wrong_network():
         if m.name.endswith("top1")
     )
     assert top1.value >= 0.86
+
+
+def test_what_lies_in_a_folder_is_measured_and_not_the_weights_of_its_name(tmp_path):
+    stated, *_ = zoo.card("ppo-cartpole.v1").weights["v1"].metrics
+    policy = zoo.load("ppo-cartpole.v1")
+    for parameter in policy.parameters():
+        parameter.data.zero_()
+    zoo.save(policy, tmp_path / "policy")
+    place = stated.name.rpartition("/")[0]
+    values = {m.metric: m.value for m in evaluation.evaluate(str(tmp_path / "policy"), data=place)}
+    assert values[stated.name] < 20 < stated.value

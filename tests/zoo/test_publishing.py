@@ -15,8 +15,10 @@ from PIL import Image
 import zoo
 from vision.augment import ImageRecipe
 from zoo import cards, check, evaluation, registry
+from zoo.cards import Metric
 from zoo.errors import CardError, ConfigError, WeightsError, WeightsUnavailableError
 from zoo.publishing import publish
+from zoo.training.folder import state_metrics
 from zoo.training.run import train
 
 CARD = """
@@ -106,6 +108,7 @@ def test_published_weights_are_loaded_by_their_name(shelf: Path, trained: Path) 
     assert zoo.pipeline("small.two").task.labels == ("no", "yes")
     table = tomllib.loads(path.read_text())["weights"]["two"]
     assert table["golden"] == "small.two.golden.safetensors"
+    assert table["default"]
     assert (shelf / table["golden"]).exists()
     check.check_golden("small")
     publish(trained, "small.two")  # again, over what is there
@@ -161,6 +164,15 @@ def test_another_model_than_the_cards_is_refused(
     (shelf / "labels/two.txt").write_text("no\nmaybe\n")
     with pytest.raises(ConfigError, match="the labels of the folder"):
         publish(trained, "small.two")
+
+
+def test_a_number_of_the_run_is_measured_again_by_the_name(shelf: Path, trained: Path) -> None:
+    command = f"python scripts/evaluate.py {trained}"
+    number = Metric(name="set/test/top1", value=0.5, n=7, command=command, data_sha256="ab" * 32)
+    state_metrics(trained, [number])
+    publish(trained, "small.two")
+    (metric,) = zoo.card("small").weights["two"].metrics
+    assert metric.command == "python scripts/evaluate.py small.two"
 
 
 def test_values_beyond_half_precision_are_refused(

@@ -182,7 +182,8 @@ def write_weights(
     )
     if metrics and rows is not None:
         own = f"{Path(run.batches.rows.name).name}/validation"
-        state_metrics(folder, measured(run.task, name, recipe.validation, own, metrics, len(rows)))
+        found = measured(run.task, folder, recipe.validation, own, metrics, len(rows))
+        state_metrics(folder, found)
     return folder
 
 
@@ -197,13 +198,13 @@ def state_metrics(folder: Path, metrics: Iterable[Metric]) -> None:
 
 
 def measured(
-    task: Any, made: str, place: str, own: str, metrics: Mapping[str, float], n: int
+    task: Any, weights: Path, place: str, own: str, metrics: Mapping[str, float], n: int
 ) -> Iterator[Metric]:
     """What a card says of each number.
 
     Args:
         task: Knows the published sets.
-        made: Name of the weights.
+        weights: The folder that was measured.
         place: Where the items are: a part of such a set, or any other place.
         own: What their set and part are called, where they are no published ones.
         metrics: Values by name.
@@ -222,6 +223,6 @@ def measured(
             n=n,
             tolerance=tolerances.get(key, TOLERANCE) if known else 0.0,
             data_sha256=dataset.sha256(split) if known else None,
-            command=f"python scripts/evaluate.py {made}" if known else None,
+            command=f"python scripts/evaluate.py {weights}" if known else None,
             source=None if known else "measured by the run that made these weights",
         )
