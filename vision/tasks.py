@@ -5,7 +5,7 @@ The classes here hold no parameters; a card names one, and `zoo.registry` makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -147,6 +147,24 @@ class ImageClassification:
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Samples of one size as a batch."""
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def inputs_of(
+        self, batch: Mapping[str, Tensor], other: ImageClassification
+    ) -> dict[str, Tensor]:
+        """What this network sees of a batch that `other` prepared: its size, its normalisation.
+
+        The images' size is to `other`'s crop as the result's is to this one's.
+        """
+        image = batch["image"]
+        scale = self.preprocessing.crop / other.preprocessing.crop
+        size = [max(1, round(side * scale)) for side in image.shape[2:]]
+        if size != list(image.shape[2:]):
+            image = F.interpolate(image, size=size, mode="bilinear", antialias=scale < 1)
+        mean, std = self.preprocessing.statistics(self.in_channels)
+        old_mean, old_std = other.preprocessing.statistics(other.in_channels)
+        factor = image.new_tensor(old_std) / image.new_tensor(std)
+        offset = (image.new_tensor(old_mean) - image.new_tensor(mean)) / image.new_tensor(std)
+        return {"image": torch.addcmul(offset[:, None, None], image, factor[:, None, None])}
 
     def loss(
         self, model: nn.Module, batch: dict[str, Tensor], label_smoothing: float = 0.0

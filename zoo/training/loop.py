@@ -77,7 +77,7 @@ def train_step(run: Run, step: Step) -> None:
     set_rates(run)
     seed_noise(recipe.seed, step.number)
     statistics = None if run.must_stop else Statistics(run.model)
-    batches = [mixed(run, on_device(run, batch)) for batch in step.batches]
+    batches = [taught(run, mixed(run, on_device(run, batch))) for batch in step.batches]
     count = count_items(run, step, batches)
     share = run.shares / max(count, 1)  # the reduction takes a mean over the ranks
     passes = [doubled(run, batch, share) for batch in batches] + fillers(run, len(batches))
@@ -183,6 +183,11 @@ def mixed(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         generator=generator,
     )
     return {**batch, "image": image, "target": target}
+
+
+def taught(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the teacher's targets, if the recipe names one."""
+    return {**batch, "target": run.teacher.targets(batch)} if run.teacher else batch
 
 
 def doubled(run: Run, batch: dict[str, Tensor], weight: float) -> tuple[dict[str, Tensor], float]:

@@ -335,6 +335,9 @@ class Recipe:
         label_smoothing: Share of the target given to all classes alike, in [0, 1).
         mixup: Parameter alpha of mixup, 0 or more; 0 is off.
         cutmix: Parameter alpha of cutmix, 0 or more; 0 is off.
+        teacher: Trained weights whose probabilities are the targets, NAME.TAG; none learns from the
+            labels alone.
+        teacher_share: Share of the target that is the teacher's, in (0, 1].
         layer_decay: Factor of the learning rate from each depth to the one before, in (0, 1].
         freeze: Groups that are not trained, counted from the input; from the head if negative.
         freeze_epochs: Epochs after which these are thawed; none keeps them frozen.
@@ -374,6 +377,8 @@ class Recipe:
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    teacher: str | None = None
+    teacher_share: float = 1.0
     layer_decay: float = 1.0
     freeze: int = 0
     freeze_epochs: float | None = None
@@ -405,6 +410,7 @@ class Recipe:
             label_smoothing=_below_one(self.label_smoothing),
             mixup=_not_negative(self.mixup),
             cutmix=_not_negative(self.cutmix),
+            teacher_share=(0 < self.teacher_share <= 1, "more than 0, at most 1"),
             layer_decay=(0 < self.layer_decay <= 1, "more than 0, at most 1"),
             freeze_epochs=_not_negative(self.freeze_epochs or 0),
             seed=(0 <= self.seed < 2**63, "0 or more, less than 2^63"),

@@ -25,6 +25,7 @@ from zoo.training.precision import Precision
 from zoo.training.recipe import Plateau, Recipe
 from zoo.training.schedules import Lowering
 from zoo.training.stages import Pipelined, joined
+from zoo.training.teaching import Teacher
 
 if TYPE_CHECKING:
     from zoo.data.loader import Batches
@@ -94,6 +95,16 @@ class Run:
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.precision = Precision(recipe.precision, device)
         self.ema = EMA(model, recipe.ema) if recipe.ema is not None else None
+        self.teacher: Teacher | None = None
+        if recipe.teacher is not None:
+            self.teacher = Teacher(
+                recipe.teacher,
+                recipe.teacher_share,
+                task,
+                task.labels or batches.rows.labels,
+                device,
+                self.precision,
+            )
         self.loss_sum, self.loss_count = 0.0, 0  # since the last line; the sum is this rank's
         self.items, self.began, self.waited = 0, time.monotonic(), batches.wait
         self.norm = 0.0  # of the last gradient
