@@ -31,8 +31,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vision.augment import ImageRecipe
 from vision.convnet import DropPath, adapted_stem, check_images, checkpointed, hold_norms
 from zoo.errors import ConfigError, shown
+from zoo.training.recipe import AdamW, Cosine
 
 STAGES = (  # table 1 of the paper; those with stride 2 begin a new resolution
     # expansion, kernel, channels, repeats, stride
@@ -300,3 +302,26 @@ class EfficientNetLite(nn.Module):
     def adapt_input(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor]:
         """The first kernel for this network's channels; see `vision.convnet.adapted_stem`."""
         return adapted_stem("_conv_stem.weight", tensors, in_channels, self.config.in_channels)
+
+
+RECIPES = {
+    "cifar10": ImageRecipe(
+        data="cifar10/train",
+        validation="cifar10/test",
+        init="imagenet1k",
+        config={"num_classes": 10, "drop_connect": 0.1},
+        epochs=3,
+        batch_size=64,
+        optimizer=AdamW(lr=1e-3, weight_decay=0.05),
+        schedule=Cosine(warmup=0.05),
+        clip_norm=5.0,
+        ema=0.998,
+        label_smoothing=0.1,
+        layer_decay=0.9,
+        crop_padding=4,
+        flip=True,
+        cutout=8,
+        channels_last=True,
+        cache=0.25,
+    )
+}

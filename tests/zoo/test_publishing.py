@@ -129,7 +129,7 @@ def test_weights_that_begin_with_those_of_another_card_are_published(
         f"{head.partition('[weights.two]')[0]}[weights.v1]\nlicence = 'Apache-2.0'\n"
         f"config = {{ num_classes = 5 }}\nfiles = [{{ name = '{body.name}', "
         f"size = {body.stat().st_size}, sha256 = '{digest}' }}]\n"
-        f"[weights.v1.preprocessing]{preprocessing}"
+        f"[weights.v1.preprocessing]{preprocessing.replace('crop = 32', 'crop = 24')}"
     )
     for number in range(4):
         place = tmp_path / "data" / ("no", "yes")[number % 2]
@@ -140,6 +140,7 @@ def test_weights_that_begin_with_those_of_another_card_are_published(
     )
     result = train("small.two", recipe, tmp_path / "run", trackers=(), quiet=True)
     assert zoo.load(result.weights).card.labels == ("yes", "no")
+    assert zoo.load(result.weights).card.preprocessing["crop"] == 32  # not that of the body
     publish(result.weights, "small.two")
     assert zoo.card("small.two").weights["two"].origin["derived_from"] == "body.v1"
     assert zoo.load("small.two").card.labels == ("yes", "no")

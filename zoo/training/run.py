@@ -170,7 +170,15 @@ def make_model(name: str, recipe: Recipe) -> nn.Module:
     if recipe.init is None:
         return registry.load(card.full_name, pretrained=False, task=task, **config)
     init = recipe.init if "." in recipe.init else f"{card.name}.{recipe.init}"
-    return registry.load(init, task=task, **config)
+    model = registry.load(init, task=task, **config)
+    if card.preprocessing:  # of the weights to be made; files, as a tokenizer, are the old ones
+        old = registry.card_of(model)
+        weights = old.weights[old.tag or ""]
+        own = [file.name for file in weights.auxiliary]
+        kept = {key: value for key, value in old.preprocessing.items() if value in own}
+        weights = replace(weights, preprocessing={**card.preprocessing, **kept})
+        setattr(model, "card", replace(old, weights={old.tag or "": weights}))  # noqa: B010
+    return model
 
 
 def prepare_model(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
