@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from vision.images import ImagePreprocessing, Pixels, prepare
+from vision.products import as_products
 from zoo.errors import ConfigError, shown
 from zoo.training.recipe import Recipe
 
@@ -40,6 +41,8 @@ class ImageRecipe(Recipe):
         random_resized_crop: Smallest and largest share of the area of a crop that fills the whole
             input, with sides of 3:4 to 4:3; none keeps the preparation of the card.
         color_jitter: Largest relative change of brightness, contrast and saturation, in [0, 1].
+        products: Compute convolutions as products of matrices: in bfloat16 on a CPU several times
+            faster.
         sizes: Image sizes during training, ``((0.1, 40), (1.0, 64))``: 40 pixels up to a tenth of
             the steps, then 64; empty keeps the card's.
     """
@@ -49,6 +52,7 @@ class ImageRecipe(Recipe):
     cutout: int = 0
     random_resized_crop: tuple[float, float] | None = None
     color_jitter: float = 0.0
+    products: bool = False
     sizes: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,6 +72,11 @@ class ImageRecipe(Recipe):
             if not right:
                 given = shown(getattr(self, name))
                 raise ConfigError(f"{type(self).__name__}: {name} is {given}; it takes {takes}")
+
+    def adapt(self, model: nn.Module) -> None:
+        """Make the model ready to be trained by this recipe."""
+        if self.products:
+            as_products(model)
 
 
 def augmented(

@@ -200,6 +200,8 @@ def prepare_model(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
     model.to(device)
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)
+    if adapt := getattr(recipe, "adapt", None):  # of a domain
+        adapt(model)
 
 
 def open_data(
