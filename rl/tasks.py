@@ -31,6 +31,7 @@ from zoo.training.folder import Resume, described
 from zoo.training.run import Result
 
 HELD_OUT = 100  # episodes that a card's number is the mean of
+HELD_OUT_SEED = 1  # of them; recipes were chosen by the episodes of seed 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,7 @@ class PolicyTask:
             raise ConfigError(
                 f"{self.card.full_name} is measured on {self.env}/held-out, not on {shown(place)}"
             )
-        played = self.play(model, episodes=HELD_OUT)
+        played = self.play(model, episodes=HELD_OUT, seed=HELD_OUT_SEED)
         error = played["std"] / HELD_OUT**0.5
         return {"return": played["mean"], "standard_error": error}, HELD_OUT, max(error, 0.01)
 

@@ -84,7 +84,7 @@ def write_metrics(measured: list[Measured]) -> Path:
     import tomlkit
 
     from zoo.cards import CARDS
-    from zoo.files import write_atomically
+    from zoo.saving import write_document
 
     stem, _, tag = measured[0].model.partition(".")
     path = CARDS / f"{stem}.toml"
@@ -101,7 +101,7 @@ def write_metrics(measured: list[Measured]) -> Path:
         if result.data_sha256:
             entry["data_sha256"] = result.data_sha256
         entry.setdefault("command", f"python scripts/evaluate.py {result.model}")
-    write_atomically(path, tomlkit.dumps(document).encode())
+    write_document(path, document)
     return path
 
 

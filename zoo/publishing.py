@@ -13,7 +13,7 @@ from zoo.cards import Card, Weights
 from zoo.config import build, plain
 from zoo.errors import ConfigError, WeightsError, shown
 from zoo.evaluation import write_golden
-from zoo.saving import state_of
+from zoo.saving import state_of, write_document
 from zoo.weights import find_file
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _write_table(
         for metric in made.metrics:
             command = metric.command and f"python scripts/evaluate.py {name}"
             table["metrics"].append(tomlkit.item(plain(replace(metric, command=command))))
-    files.write_atomically(path, tomlkit.dumps(document).encode())
+    write_document(path, document)
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo import __version__, files, registry, tensorfile
 from zoo.cards import Card, Check, File, Weights, parse_card
@@ -206,6 +206,14 @@ def card_text(card: Card) -> str:
 
     table = {key: value for key, value in plain(card).items() if value != {}}
     return tomlkit.dumps(table)
+
+
+def write_document(path: Path, document: Any) -> None:
+    """Write an edited card: its lines as they were, and a blank one before every new table."""
+    import tomlkit
+
+    text = re.sub(r"^([^#\n].*\n)(?=\[)", r"\1\n", tomlkit.dumps(document), flags=re.MULTILINE)
+    files.write_atomically(path, text.encode())
 
 
 def _check_model(model: nn.Module, card: Card) -> None:

@@ -197,4 +197,7 @@ def test_a_number_that_is_new_gets_a_table_on_the_card(shelf: Path, trained: Pat
     assert (metric.name, metric.value, metric.n) == ("set/test/top1", 0.5, 7)
     assert metric.tolerance == evaluation.TOLERANCE
     assert metric.command == "python scripts/evaluate.py small.two"
-    assert "# a comment that stays" in (shelf / "small.toml").read_text()
+    text = (shelf / "small.toml").read_text()
+    assert "# a comment that stays" in text
+    assert "\n\n[[weights.two.metrics]]\n" in text
+    assert "\n\n\n" not in text
