@@ -166,8 +166,12 @@ class VolumeSegmentation:
 
         Raises:
             DataError: Anything else, other channels, or values that are not finite.
+            ConfigError: The mask of an array is to be written, or one over its own volume.
         """
         source, turn, spacing = None, STAYS, (1.0, 1.0, 1.0)
+        inputs = [Path(p).absolute() for p in _parts(raw) if isinstance(p, str | Path)]
+        if out is not None and Path(out).absolute() in inputs:
+            raise ConfigError(f"out is {shown(str(out))}, the input itself; give another place")
         if isinstance(raw, str | Path | Volume | tuple):
             channels = self._opened(raw)
             source, turn = channels[0], upright(channels[0].affine)
@@ -193,7 +197,7 @@ class VolumeSegmentation:
         """All channels of a volume, on one grid."""
         if isinstance(raw, str | Path):
             return read_channels(raw, self.in_channels)
-        parts = raw if isinstance(raw, tuple) else (raw,)
+        parts = _parts(raw)
         volumes = [read_volume(p) if isinstance(p, str | Path) else p for p in parts]
         for part in volumes:
             if not isinstance(part, Volume):
@@ -518,6 +522,11 @@ class VolumeSegmentation:
     def graph(self, model: nn.Module) -> nn.Module:
         """The network from intensities to logits, normalisation included."""
         return VolumeGraph(model, self.preprocessing)
+
+
+def _parts(raw: object) -> tuple[Any, ...]:
+    """The channels of an input that are given one by one."""
+    return raw if isinstance(raw, tuple) else (raw,)
 
 
 class VolumeGraph(nn.Module):

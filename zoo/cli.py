@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,6 +85,7 @@ def predict(
     *,
     top_k: int | None = None,
     pair: bool = False,
+    out: Path | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Answers for files or texts, one line each.
@@ -94,6 +95,8 @@ def predict(
         inputs: Paths of images, or texts, as the task takes them.
         top_k: How many labels, best first.
         pair: Take the inputs two by two, as pairs of texts.
+        out: Where a task that makes files writes them, as the mask of a volume: a file for one
+            input; for several a folder, where each has the name of its input.
         as_json: One JSON value a line.
     """
     from zoo.pipeline import pipeline
@@ -105,7 +108,14 @@ def predict(
         raise ConfigError(f"--pair takes an even number of texts, not {len(inputs)}")
     items: list[Any] = list(zip(inputs[::2], inputs[1::2], strict=True)) if pair else list(inputs)
     pipe = pipeline(located(name))
-    answers = list(pipe(items, **({} if top_k is None else {"top_k": top_k})))
+    options: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
+    if out is not None:
+        if "out" not in getattr(pipe.task, "each", ()):
+            raise ConfigError(
+                f"{name} does {pipe.task.name}, which writes no files; leave --out out"
+            )
+        options["out"] = _places(out, inputs)
+    answers = list(pipe(items, **options))
     lines = getattr(pipe.task, "lines", None)
     if as_json:
         for answer in answers:
@@ -119,6 +129,21 @@ def predict(
                 + "  ".join(f"{a.get('label', a.get('text'))} {a['score']:.3f}" for a in answer)
             )
     return 0
+
+
+def _places(out: Path, inputs: Sequence[str]) -> list[Path]:
+    """Where the file of each input goes.
+
+    Raises:
+        ConfigError: Two inputs have one name.
+    """
+    if len(inputs) == 1 and not out.is_dir():
+        return [out]
+    names = [Path(text).name for text in inputs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two inputs are called {shown(twice)}; --out would hold one of them")
+    out.mkdir(parents=True, exist_ok=True)
+    return [out / name for name in names]
 
 
 def export(

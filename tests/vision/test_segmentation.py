@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
 from vision.losses import cross_entropy, dice_cross_entropy, tversky_loss
 from vision.metrics import dice
 from vision.segmentation import VolumeGraph, VolumeSegmentation, loss_named, normalised
@@ -17,6 +18,7 @@ from vision.sliding import sliding_window
 from vision.volume_augment import LossName
 from vision.volumes import Turn, read_volume, turned
 from zoo.cards import Weights
+from zoo.cli import main
 from zoo.errors import CardError, ConfigError, DataError
 from zoo.pipeline import Pipeline, preprocess
 from zoo.registry import load, make_task
@@ -213,6 +215,30 @@ def test_a_file_gives_a_mask_on_its_own_grid_and_millilitres(tmp_path: Path) -> 
     assert answer["volumes_ml"] == pytest.approx(expected)
     assert sum(answer["voxels"].values()) == np.count_nonzero(answer["mask"])
     assert (tmp_path / "look.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_masks_and_never_over_a_volume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = scan(tmp_path / "one.nii.gz"), scan(tmp_path / "other.nii.gz", (5, 6, 9))
+    before = one.read_bytes()
+    network = str(zoo.save(planned(), tmp_path / "network"))
+
+    def told(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["predict", network, *map(str, arguments)])
+        text = capsys.readouterr()
+        return text.err if ended.value.code else text.out
+
+    assert "ml" in told(one, "--out", tmp_path / "mask.nii.gz")
+    told(one, other, "--out", tmp_path / "masks")
+    expected = zoo.pipeline(Path(network))(one)["mask"]
+    for place in (tmp_path / "mask.nii.gz", tmp_path / "masks" / "one.nii.gz"):
+        assert np.array_equal(np.asarray(nibabel.load(place).dataobj), expected)
+    assert nibabel.load(tmp_path / "masks" / "other.nii.gz").shape == (5, 6, 9)
+    assert "the input itself" in told(one, "--out", tmp_path)
+    assert "two inputs are called 'one.nii.gz'" in told(one, one, "--out", tmp_path / "masks")
+    assert one.read_bytes() == before
 
 
 def test_the_answer_does_not_depend_on_how_the_file_lies(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_predict_ranks_texts_by_their_likeness_to_the_first(capsys):
         (["list", "nothing*"], "zoo list"),
         (["predict", "efficientnet_lite0"], "no input"),
         (["predict", "efficientnet_lite0", "no/such.jpg"], "no/such.jpg"),
+        (["predict", "efficientnet_lite0", "x.jpg", "--out", "x.png"], "leave --out out"),
         (["predict", "efficientnet_lite0", "."], "folder"),
         (["predict", "resnet18", "x.jpg"], "resnet18.imagenet1k_v1"),
         (["predict", "no/such/folder", "x.jpg"], "no/such/folder"),
