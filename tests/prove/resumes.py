@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -74,6 +75,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 SPREAD = ("ema", "cosine", "accumulation", "clip", "bf16", "ranks")  # each also with two workers
 KINDS |= {f"{kind}+workers": {**KINDS[kind], "workers": 2} for kind in SPREAD}
+DAMAGES = ("missing", "empty", "a byte short", "a bit flipped")
 PHASES = ("training", "validation", "saving")
 HUNG_S = 180.0  # far more than any run here takes
 TIMES = ("items_per_s", "wait")  # of a line of metrics.jsonl, which no two runs share
@@ -236,10 +238,37 @@ def difference(one: object, other: object, where: str = "") -> str | None:
     return None if one == other else f"{where}: {one!r} and {other!r}"
 
 
+def damages(kind: str, folder: Path, phase: mmap.mmap) -> Counter[str]:
+    """Damage each file of the last checkpoint in each way; a resumed run has to end the same."""
+    whole = folder / f"{kind}-unbroken"
+    wanted, seen = outcome(whole), Counter[str]()
+    last = checkpoint.newest(whole / "checkpoints")
+    assert last is not None
+    for file in sorted(path.name for path in last.path.iterdir()):
+        for damage in DAMAGES:
+            out = folder / f"{kind}-{file}-{damage}"
+            shutil.copytree(whole, out)
+            shutil.rmtree(out / "weights")
+            path = out / "checkpoints" / last.path.name / file
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            if damage == "missing":
+                path.unlink()
+            else:
+                changed = {"empty": b"", "a byte short": content[:-1], "a bit flipped": content}
+                path.write_bytes(changed[damage])
+            assert wait(start(kind, folder, out, phase)) == [0] * ranks_of(kind), (file, damage)
+            found = difference(wanted, outcome(out))
+            assert found is None, f"{kind}, {file} {damage}: {found}"
+            seen[damage] += 1
+            shutil.rmtree(out)
+    return seen
+
+
 def main() -> None:
     """Print the counts."""
     faulthandler.enable()
-    kind, count, number = sys.argv[1], int(sys.argv[2]), getattr(signal, f"SIG{sys.argv[4]}")
+    kind, count, way = sys.argv[1], int(sys.argv[2]), sys.argv[4]
     chance, folder = random.Random(int(sys.argv[3])), Path(sys.argv[5])
     if not (folder / "cards").exists():
         make_world(folder)
@@ -247,6 +276,10 @@ def main() -> None:
     began = time.monotonic()
     assert wait(start(kind, folder, folder / f"{kind}-unbroken", phase)) == [0] * ranks_of(kind)
     length = time.monotonic() - began
+    if way == "DAMAGE":
+        print(json.dumps(damages(kind, folder, phase)))
+        return
+    number = getattr(signal, f"SIG{way}")
     wanted = outcome(folder / f"{kind}-unbroken")
     seen: Counter[str] = Counter(length_ms=int(1000 * length))
     run = 0

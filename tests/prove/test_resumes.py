@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prove.resumes import KINDS, SPREAD
+from tests.prove.resumes import DAMAGES, KINDS, SPREAD
 
 RESUMES = Path(__file__).with_name("resumes.py")
 ROOT = RESUMES.parents[2]
@@ -42,3 +42,20 @@ def test_a_run_ended_at_random_instants_equals_the_unbroken_one(tmp_path, kind, 
     assert seen.get("ended in validation", 0) >= count // 3
     assert seen.get("ended in saving", 0) >= count // 3
     assert seen["runs compared"] >= 1
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["ranks", "sharded", "workers"])
+def test_every_damage_to_every_file_of_a_checkpoint_is_survived(tmp_path, kind):
+    done = subprocess.run(
+        [sys.executable, RESUMES, kind, "0", "7", "DAMAGE", tmp_path / "world"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    print(kind, seen)
+    assert list(seen) == list(DAMAGES)
+    assert min(seen.values()) >= 5
