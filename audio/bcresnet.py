@@ -231,7 +231,7 @@ RECIPES = {
         data="fsdd/train",
         validation="fsdd/test",
         config={"num_classes": 10, "masked_bands": 8, "masked_frames": 10, "features": DIGITS},
-        epochs=40,
+        epochs=25,
         batch_size=64,
         optimizer=AdamW(lr=4e-3, weight_decay=0.05),
         schedule=Cosine(warmup=0.05),
@@ -243,6 +243,5 @@ RECIPES = {
         gain_db=10.0,
         noise_db=(5.0, 40.0),
         noise_share=0.5,
-        cache=0.25,
     )
 }

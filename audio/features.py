@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -264,6 +265,7 @@ def resampled(samples: Float[Tensor, "*batch samples"], old: int, new: int) -> T
     return whole[..., : -(-length * up // down)]
 
 
+@lru_cache(maxsize=128)
 def _sinc(up: int, down: int) -> tuple[Tensor, int]:
     """Kernels (up, 1, taps) of the output's phases and how far they reach back."""
     cutoff = ROLLOFF * min(1.0, up / down)  # in units of the old Nyquist frequency

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from audio.augment import SoundRecipe, augmented
 from audio.fsdd import FSDD
-from audio.sound import SUFFIXES, Sound, at_rate, read_sound
+from audio.sound import SUFFIXES, at_rate, read_sound
 from zoo.cards import Card
 from zoo.config import build
 from zoo.data import Dataset
@@ -81,10 +81,6 @@ class AudioClassification:
         """
         samples = augmented(self.read(raw)["samples"], self.sample_rate, recipe, generator)
         return {"samples": samples, "target": torch.tensor(target)}
-
-    def decoded(self, raw: object) -> Sound:
-        """The samples at the network's rate: what is worth keeping in a cache."""
-        return Sound(self.read(raw)["samples"], self.sample_rate)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Clips padded to the longest, and a mask of what is theirs."""
