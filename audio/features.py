@@ -97,7 +97,7 @@ def to_mel(hertz: float | NDArray[np.float64], scale: MelScale) -> NDArray[np.fl
     """Hz on a mel scale."""
     f = np.asarray(hertz, np.float64)
     if scale == "htk":
-        return 2595.0 * np.log10(1.0 + f / 700.0)
+        return np.asarray(2595.0 * np.log10(1.0 + f / 700.0))
     linear = 3.0 * f / 200.0
     with np.errstate(divide="ignore"):
         curved = 15.0 + 27.0 * np.log(f / 1000.0) / math.log(6.4)
@@ -108,7 +108,7 @@ def to_hertz(mel: float | NDArray[np.float64], scale: MelScale) -> NDArray[np.fl
     """Mel in Hz."""
     m = np.asarray(mel, np.float64)
     if scale == "htk":
-        return 700.0 * (10.0 ** (m / 2595.0) - 1.0)
+        return np.asarray(700.0 * (10.0 ** (m / 2595.0) - 1.0))
     return np.where(m < 15.0, 200.0 * m / 3.0, 1000.0 * 6.4 ** ((m - 15.0) / 27.0))
 
 

@@ -21,6 +21,7 @@ from audio.features import (
     to_hertz,
     to_mel,
 )
+from audio.sound import read_sound
 from zoo.errors import ConfigError, DataError
 
 SPECS = {
@@ -123,9 +124,18 @@ def test_lengths_and_rates_of_resampling() -> None:
     expected = torch.sin(2 * math.pi * 1000 * torch.arange(16_000, dtype=torch.float64) / 16_000)
     assert len(sine) == 16_000
     assert (sine - expected)[200:-200].abs().max() < 1e-3
-    for rate in (22_050.5, 0, -1, True):
-        with pytest.raises(ConfigError, match="a whole number above 0"):
-            resampled(noise, rate, 16_000)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a sample rate is 0; it takes a whole number above 0"):
+        resampled(noise, 16_000, 0)
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize("rate", [22_050.5, -1, True, "16000"])
+def test_a_rate_is_a_whole_number(rate: object) -> None:
+    """Case AUD-06."""
+    with pytest.raises(ConfigError, match="a whole number above 0"):
+        resampled(torch.zeros(9), rate, 16_000)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a whole number above 0"):
+        read_sound(torch.zeros(9), sample_rate=rate)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("old", "new"), [(44_100, 16_000), (48_000, 16_000), (22_050, 8000)])

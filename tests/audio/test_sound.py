@@ -77,7 +77,7 @@ def test_a_clipped_recording_is_warned_of() -> None:
     ("raw", "rate", "kind", "words"),
     [
         (TONE, None, ConfigError, "sample_rate of an array is missing"),
-        (TONE, 8000.5, ConfigError, "sample_rate of an array is 8000.5"),
+        (TONE, 0, ConfigError, "sample_rate of an array is 0"),
         (np.zeros(0, np.float32), 8000, DataError, "holds no samples"),
         (np.array([0, np.nan, np.inf]), 8000, DataError, "2 samples that are not finite"),
         (32768 * TONE, 8000, DataError, "divide those that were 16-bit"),
