@@ -608,11 +608,12 @@ RECIPES = {
         config={"num_classes": 2},
         epochs=3,
         batch_size=32,
-        optimizer=AdamW(lr=7e-5),
+        optimizer=AdamW(lr=4e-5),
         schedule=Linear(warmup=0.06),
         precision="bfloat16",
         clip_norm=1.0,
-        layer_decay=0.9,
+        ema=0.999,
+        label_smoothing=0.1,
         buckets=True,
     )
 }
