@@ -21,7 +21,10 @@ Cards: bcresnet1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -88,10 +91,23 @@ class SubSpectralNorm(nn.Module):
 class CausalConv(nn.Conv2d):
     """A convolution that pads frequency by half of its kernel and time on the left alone."""
 
-    def forward(self, x: Float[Tensor, "batch _ f t"]) -> Float[Tensor, "batch c g t"]:
-        """As many frames as before."""
-        past = (self.kernel_size[1] - 1) * self.dilation[1]
-        return super().forward(F.pad(x, (past, 0)))
+    @property
+    def reach(self) -> int:
+        """Frames before the present one that an output depends on."""
+        return (self.kernel_size[1] - 1) * self.dilation[1]
+
+    def forward(
+        self, x: Float[Tensor, "batch _ f t"], past: Float[Tensor, "batch _ f reach"] | None = None
+    ) -> tuple[Float[Tensor, "batch c g t"], Float[Tensor, "batch _ f reach"]]:
+        """As many frames as came in, and the past of those that come next.
+
+        Args:
+            x: Frames.
+            past: The `reach` frames before them; none at the beginning, where they are 0.
+        """
+        past = x.new_zeros(*x.shape[:3], self.reach) if past is None else past
+        x = torch.cat([past, x], dim=3)
+        return super().forward(x), x[..., x.shape[3] - self.reach :]
 
 
 class BCBlock(nn.Module):
@@ -122,21 +138,33 @@ class BCBlock(nn.Module):
             SubSpectralNorm(channels),
         ]
         self.f2 = nn.Sequential(*f2)
+        self.past = CausalConv(
+            channels, channels, (1, 3), dilation=(1, dilation), groups=channels, bias=False
+        )
         self.f1 = nn.Sequential(
-            CausalConv(
-                channels, channels, (1, 3), dilation=(1, dilation), groups=channels, bias=False
-            ),
             nn.BatchNorm2d(channels),
             nn.SiLU(),
             nn.Conv2d(channels, channels, 1, bias=False),
             nn.Dropout2d(dropout),
         )
 
-    def forward(self, x: Float[Tensor, "batch _ f t"]) -> Float[Tensor, "batch c g t"]:
-        """The sum of the input, f2, and f1 of the mean over frequency, rectified."""
+    def forward(
+        self, x: Float[Tensor, "batch _ f t"], past: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch c g t"], Tensor]:
+        """The sum of the input, f2, and f1 of the mean over frequency, rectified; and the past."""
         y = self.f2(x)
-        y = y + self.f1(y.mean(dim=2, keepdim=True))
-        return F.relu(y if self.transition else y + x)
+        mean, past = self.past(y.mean(dim=2, keepdim=True), past)
+        y = y + self.f1(mean)
+        return F.relu(y if self.transition else y + x), past
+
+
+class Listening(NamedTuple):
+    """What a stream has to remember; the network itself keeps nothing."""
+
+    tail: Tensor  # samples that later frames see too
+    pasts: tuple[Tensor, ...] | None  # frames before the next one, of each convolution over time
+    total: Tensor  # (batch, head): what the classifier saw, summed over the frames
+    frames: int  # how many
 
 
 class BCResNet(nn.Module):
@@ -148,11 +176,8 @@ class BCResNet(nn.Module):
         stem, head = round(STEM * config.width), round(HEAD * config.width)
         self.features = Features(config.features)
         self.augment = SpecAugment(config.masked_bands, config.masked_frames)
-        self.stem = nn.Sequential(
-            CausalConv(1, stem, 5, (2, 1), padding=(2, 0), bias=False),
-            nn.BatchNorm2d(stem),
-            nn.ReLU(),
-        )
+        self.stem = CausalConv(1, stem, 5, (2, 1), padding=(2, 0), bias=False)
+        self.stem_norm = nn.Sequential(nn.BatchNorm2d(stem), nn.ReLU())
         blocks: list[BCBlock] = []
         channels = stem
         for number, (units, repeats, stride) in enumerate(STAGES):
@@ -168,9 +193,9 @@ class BCResNet(nn.Module):
                     )
                 )
                 channels = wide
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.ModuleList(blocks)
+        self.last = CausalConv(channels, channels, 5, groups=channels, bias=False)
         self.head = nn.Sequential(
-            CausalConv(channels, channels, 5, groups=channels, bias=False),
             nn.Conv2d(channels, head, 1, bias=False),
             nn.BatchNorm2d(head),
             nn.ReLU(),
@@ -209,19 +234,60 @@ class BCResNet(nn.Module):
         if mask is not None:
             samples = samples.where(mask != 0, 0)  # NaN too
             length = (mask != 0).sum(dim=1)
-        features = self.augment(self.features(samples))
-        hidden = self.head(self.blocks(self.stem(features[:, None])))
-        hidden = hidden.mean(dim=2)  # (batch, head, t)
+        hidden, _ = self.hidden(self.augment(self.features(samples)))
         frames = torch.arange(hidden.shape[2], device=hidden.device)
         valid = (frames < self.features.count(length)[:, None])[:, None]
         mean = hidden.where(valid, 0).sum(dim=2) / valid.sum(dim=2).clamp(min=1)
         logits: Tensor = self.classifier(mean)
         return logits
 
+    def hidden(
+        self, features: Float[Tensor, "batch bands t"], pasts: Sequence[Tensor] | None = None
+    ) -> tuple[Float[Tensor, "batch head t"], tuple[Tensor, ...]]:
+        """What the classifier sees of each frame, and the past of every convolution over time."""
+        given = iter(pasts) if pasts is not None else repeat(None)
+        x, past = self.stem(features[:, None], next(given))
+        x, kept = self.stem_norm(x), [past]
+        for block in self.blocks:
+            x, past = block(x, next(given))
+            kept.append(past)
+        x, past = self.last(x, next(given))
+        return self.head(x).mean(dim=2), (*kept, past)
+
+    def step(
+        self,
+        chunk: Float[Tensor, "batch samples"],
+        state: Listening | None = None,
+        *,
+        end: bool = False,
+    ) -> tuple[Float[Tensor, "batch classes"], Listening]:
+        """Logits of all that was heard so far; a whole clip in any chunks gives those of `forward`.
+
+        The answer is that of the last whole hop: it is late by less than ``hop_length`` samples.
+
+        Args:
+            chunk: The next samples, of every stream as many; none at all is allowed.
+            state: What the step before gave; None begins. It is not changed.
+            end: Nothing follows: hear silence up to the end of the hop.
+        """
+        if state is None:
+            tail = chunk.new_zeros(
+                len(chunk), self.features.spec.n_fft - self.features.spec.hop_length
+            )
+            state = Listening(
+                tail, None, chunk.new_zeros(len(chunk), self.classifier.in_features), 0
+            )
+        features, tail = self.features.step(chunk, state.tail, end=end)
+        pasts, total, frames = state.pasts, state.total, state.frames + features.shape[2]
+        if features.shape[2]:
+            hidden, pasts = self.hidden(features, pasts)
+            total = total + hidden.sum(dim=2)
+        return self.classifier(total / max(frames, 1)), Listening(tail, pasts, total, frames)
+
     def depth_order(self) -> list[list[str]]:
         """Key prefixes from the sound to the answer: stem, each block, head, classifier."""
         blocks = [[f"blocks.{i}"] for i in range(len(self.blocks))]
-        return [["stem"], *blocks, ["head"], ["classifier"]]
+        return [["stem", "stem_norm"], *blocks, ["last", "head"], ["classifier"]]
 
 
 DIGITS = {"sample_rate": 8000, "n_fft": 256, "hop_length": 80, "mean": -5.0, "std": 4.0}

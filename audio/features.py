@@ -175,6 +175,31 @@ class Features(nn.Module):
         padded = F.pad(samples, (spec.n_fft - spec.hop_length, 2 * spec.hop_length - 1))
         return self.frames(padded)
 
+    def step(
+        self,
+        chunk: Float[Tensor, "batch samples"],
+        tail: Float[Tensor, "batch tail"],
+        *,
+        end: bool = False,
+    ) -> tuple[Float[Tensor, "batch channels t"], Float[Tensor, "batch rest"]]:
+        """Features of the frames that the chunk completes, and the samples that later ones see.
+
+        Args:
+            chunk: The next samples, any number of them.
+            tail: What the step before gave; at the beginning ``n_fft - hop_length`` zeros.
+            end: Complete the last frame with silence.
+        """
+        spec = self.spec
+        known = torch.cat([tail, chunk], dim=1)
+        rest = known.shape[1] - (spec.n_fft - spec.hop_length)
+        if end:
+            known = F.pad(known, (0, -rest % spec.hop_length))
+            rest += -rest % spec.hop_length
+        whole = rest // spec.hop_length
+        if not whole:
+            return known.new_zeros(len(known), spec.channels, 0), known
+        return self.frames(known), known[:, whole * spec.hop_length :]
+
     def frames(self, padded: Float[Tensor, "batch samples"]) -> Float[Tensor, "batch channels t"]:
         """Features of the frames that lie in the samples, at every hop from the first one."""
         spec = self.spec
