@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.fft import dct
+from torchaudio import functional
 
 from audio.features import (
     Features,
@@ -96,7 +97,6 @@ def test_nothing_above_f_max_is_heard() -> None:
 @pytest.mark.parametrize("norm", ["none", "slaney"])
 @pytest.mark.parametrize("scale", ["htk", "slaney"])
 def test_filters_are_torchaudios(scale: str, norm: str) -> None:
-    functional = pytest.importorskip("torchaudio").functional
     spec = FeatureSpec(mel_scale=scale, norm=norm, n_mels=32, f_min=50.0, f_max=7000.0)
     theirs = functional.melscale_fbanks(
         257, 50.0, 7000.0, 32, 16_000, norm=None if norm == "none" else norm, mel_scale=scale

@@ -238,6 +238,17 @@ def difference(one: object, other: object, where: str = "") -> str | None:
     return None if one == other else f"{where}: {one!r} and {other!r}"
 
 
+def damaged(path: Path, damage: str) -> None:
+    """Damage a file in one of the ways of `DAMAGES`."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = {"empty": b"", "a byte short": content[:-1], "a bit flipped": content}
+        path.write_bytes(changed[damage])
+
+
 def damages(kind: str, folder: Path, phase: mmap.mmap) -> Counter[str]:
     """Damage each file of the last checkpoint in each way; a resumed run has to end the same."""
     whole = folder / f"{kind}-unbroken"
@@ -249,14 +260,7 @@ def damages(kind: str, folder: Path, phase: mmap.mmap) -> Counter[str]:
             out = folder / f"{kind}-{file}-{damage}"
             shutil.copytree(whole, out)
             shutil.rmtree(out / "weights")
-            path = out / "checkpoints" / last.path.name / file
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 4
-            if damage == "missing":
-                path.unlink()
-            else:
-                changed = {"empty": b"", "a byte short": content[:-1], "a bit flipped": content}
-                path.write_bytes(changed[damage])
+            damaged(out / "checkpoints" / last.path.name / file, damage)
             assert wait(start(kind, folder, out, phase)) == [0] * ranks_of(kind), (file, damage)
             found = difference(wanted, outcome(out))
             assert found is None, f"{kind}, {file} {damage}: {found}"

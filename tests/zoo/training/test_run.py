@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import zoo
-from tests.prove.resumes import difference, make_world, outcome, recipe_for
+from tests.prove.resumes import DAMAGES, damaged, difference, make_world, outcome, recipe_for
 from zoo import cards
 from zoo.cli import main
 from zoo.errors import CheckpointError, ConfigError, UnknownModelError
@@ -113,7 +113,7 @@ def test_a_recipe_reproduces_its_run(done, tmp_path):
 
 
 @pytest.mark.untyped  # the shape checks draw from Python's own random numbers
-@pytest.mark.parametrize("damage", ["missing", "empty", "a byte short", "a bit flipped"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(done, tmp_path, damage):
     name, recipe = read_recipe(done.folder / "recipe.json")
     files = sorted(path.name for path in (done.folder / "checkpoints" / "step-000020").iterdir())
@@ -122,14 +122,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(done, tmp_pat
         out = tmp_path / file
         shutil.copytree(done.folder, out)
         shutil.rmtree(out / "weights")
-        path = out / "checkpoints" / "step-000020" / file
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
-        if damage == "missing":
-            path.unlink()
-        else:
-            changed = {"empty": b"", "a byte short": content[:-1], "a bit flipped": content}
-            path.write_bytes(changed[damage])
+        damaged(out / "checkpoints" / "step-000020" / file, damage)
         with pytest.warns(UserWarning, match="step-000020") as warned:
             train(name, recipe, out, trackers=(), quiet=True)
         assert file in str(warned[0].message)
