@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from audio.augment import SoundRecipe, augmented
+from audio.features import FeatureSpec
 from audio.fsdd import FSDD
 from audio.sound import SUFFIXES, at_rate, read_sound
 from zoo.cards import Card
@@ -42,6 +43,9 @@ class AudioClassification:
     Args:
         card: Narrowed to the weights in use.
         file: Path of an auxiliary file of the weights; unused, sound needs none.
+
+    Raises:
+        CardError: The network's features are of another rate than the card prepares.
     """
 
     name: ClassVar[str] = "audio-classification"
@@ -57,6 +61,15 @@ class AudioClassification:
         )
         self.labels = card.labels
         self.sample_rate = self.preprocessing.sample_rate
+        own = card.weights[card.tag].config if card.tag else {}
+        features = {**own, **card.config}.get("features", {})
+        if isinstance(features, Mapping):
+            features = build(FeatureSpec, features, where=where, error=CardError)
+        if features.sample_rate != self.sample_rate:
+            raise CardError(
+                f"{where}: sample_rate is {self.sample_rate}, and the network's features are of "
+                f"{features.sample_rate}; write the same"
+            )
 
     def read(self, raw: object, *, sample_rate: int | None = None) -> dict[str, Tensor]:
         """One clip at the network's rate; `audio.sound.read_sound` says what is taken."""

@@ -13,7 +13,7 @@ import zoo
 from audio.augment import SoundRecipe, augmented, coloured_noise
 from audio.fsdd import FSDD
 from zoo import registry
-from zoo.errors import ConfigError, DataError
+from zoo.errors import CardError, ConfigError, DataError
 
 
 @pytest.fixture
@@ -64,6 +64,12 @@ def test_a_pipeline_takes_files_and_arrays_of_any_rate(digits: Path, tmp_path: P
         pipe(values)
     with pytest.raises(DataError, match="there is no file"):
         pipe("no/such.wav")
+
+
+def test_features_of_another_rate_than_the_preparation_are_refused() -> None:
+    model = zoo.load("bcresnet1.digits", features={"sample_rate": 16_000})
+    with pytest.raises(CardError, match="sample_rate is 8000, and the network"):
+        registry.make_task(model)
 
 
 def test_augmentation_is_one_of_its_generator_alone() -> None:
@@ -121,9 +127,9 @@ def test_a_folder_of_words_fine_tunes(tmp_path: Path) -> None:
         for number in range(12):
             tone = 0.3 * np.sin(np.arange(2000 + 50 * number) * (pitch + number / 200))
             soundfile.write(tmp_path / "data" / word / f"{number}.wav", tone, 16_000)
-    start = zoo.save(zoo.load("bcresnet1.digits", pretrained=False), tmp_path / "start")
+    start = zoo.save(zoo.load("bcresnet1.digits"), tmp_path / "start")
     done = zoo.finetune(
-        str(start), tmp_path / "data", out=tmp_path / "run", epochs=12, batch_size=6, quiet=True
+        str(start), tmp_path / "data", out=tmp_path / "run", epochs=20, batch_size=6, quiet=True
     )
     pipe = zoo.pipeline(done.folder / "weights")
     assert pipe.task.labels == ("high", "low")
